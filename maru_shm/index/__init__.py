@@ -1,0 +1,1 @@
+"""TODO(package owner): say what this package is."""
