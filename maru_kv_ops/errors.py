@@ -1,0 +1,37 @@
+"""What the copy layer refuses, always before a byte has moved.
+
+CopyError
+├── ViewError            a tensor or an axis description cannot be a paged view
+├── BlockOutOfRange      a block id, or a position in the chunk, does not exist
+├── DuplicateBlock       a load names one block twice: it would be written twice
+├── ObjectTooSmall       the object's bytes cannot hold a chunk of this layout
+└── MemoryMismatch       the memory given to an executor is not the memory of the plan
+
+All are faults of the caller. After any of them source and destination are unchanged.
+"""
+
+from __future__ import annotations
+
+
+class CopyError(Exception):
+    """Base of all refusals of this package."""
+
+
+class ViewError(CopyError):
+    """A tensor, or a set of axes, cannot be described as paged memory."""
+
+
+class BlockOutOfRange(CopyError):  # noqa: N818  (named for what happened, like its siblings)
+    """A block id or a chunk position lies outside what the views describe."""
+
+
+class DuplicateBlock(CopyError):  # noqa: N818
+    """One load names the same block twice."""
+
+
+class ObjectTooSmall(CopyError):  # noqa: N818
+    """The object has fewer bytes than one chunk of its layout needs."""
+
+
+class MemoryMismatch(CopyError):  # noqa: N818
+    """An executor was given fewer, smaller or other memories than its plan addresses."""

@@ -1,0 +1,69 @@
+"""What runs a plan, and the memory that it runs over.
+
+A plan holds numbers only; an executor is given the memories that the numbers count in. Executors
+are interchangeable: each moves exactly the bytes of the plan, or refuses before it moves any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from maru_kv_ops.errors import MemoryMismatch
+from maru_kv_ops.plan import CopyPlan
+
+
+@dataclass(frozen=True, slots=True)
+class CopyMemory:
+    """The memories of one engine's cache and of the object store, as flat bytes."""
+
+    regions: tuple[torch.Tensor, ...]
+    """One per region of the views: uint8, one dimension, contiguous; all on one device.
+    ``maru_kv_ops.torch_ops.paged_caches`` makes them."""
+    objects: torch.Tensor
+    """The object memory (the pool's mapping), uint8, one dimension, in host memory."""
+
+    def check(self, plan: CopyPlan) -> None:
+        """Refuse a plan that addresses more than there is: ``MemoryMismatch``."""
+        if len(self.regions) < len(plan.region_ends):
+            raise MemoryMismatch(
+                f"copy: the plan addresses {len(plan.region_ends)} cache regions, "
+                f"{len(self.regions)} were given"
+            )
+        for index, end in enumerate(plan.region_ends):
+            if self.regions[index].numel() < end:
+                raise MemoryMismatch(
+                    f"copy: cache region {index} has {self.regions[index].numel()} bytes, the "
+                    f"plan's views end at {end}"
+                )
+        if self.objects.numel() < plan.object_end:
+            raise MemoryMismatch(
+                f"copy: the object memory has {self.objects.numel()} bytes, the plan's object ends "
+                f"at {plan.object_end}"
+            )
+
+
+class Executor(Protocol):
+    """Moves the bytes of plans.
+
+    ``run`` may be called from any thread, and from several at once with plans whose destinations
+    do not overlap. On a CPU cache the copy is complete when it returns. On a device it is queued
+    on the calling thread's current stream and nothing waits: the caller makes that stream wait for
+    the work that fills or still reads the blocks, keeps both memories alive, and before it
+    publishes a stored object or reports a loaded one it waits for an event recorded behind ``run``.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in settings, logs and benchmarks."""
+        ...
+
+    def run(self, plan: CopyPlan, memory: CopyMemory) -> None:
+        """Move the plan's bytes. Raises ``MemoryMismatch`` before anything moves."""
+        ...
+
+    def close(self) -> None:
+        """Release what the executor holds (threads); no ``run`` may be in progress or follow."""
+        ...
