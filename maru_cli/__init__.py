@@ -1,1 +1,1 @@
-"""TODO(package owner): say what this package is."""
+"""The command ``maru``: one file per subcommand, on top of the store and the connector."""
