@@ -152,11 +152,12 @@ def families(draw: st.DrawFn, region: int, start: int, blocks: int, unit: int) -
     memory_order = order.replace("H", "PH", 1)[:-1]
     if ("BHN" in order or "BNH" in order) and sizes["P"] == 1:
         sizes["K"] = draw(st.sampled_from([1, 1, 2]))
+    if sizes["K"] > 1:
         memory_order = memory_order.replace("B", "BK")
     strides: dict[str, int] = {}
     step = run
     for letter in reversed(memory_order):
-        if letter not in "B" or sizes["K"] == 1:
+        if letter != "B" or sizes["K"] == 1:
             step += draw(st.sampled_from([0, 0, 0, 1, 2])) * unit
         strides[letter] = step
         step *= sizes[letter]
