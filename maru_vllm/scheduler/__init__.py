@@ -1,1 +1,1 @@
-"""TODO(package owner): say what this package is."""
+"""The connector's scheduler half: lookups, leases, loads and stores, without a byte of KV."""
