@@ -1,0 +1,113 @@
+"""What a load job does: from sealed objects into blocks, and never a wrong byte into use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maru_kv_ops.executors import CopyMemory, Executor
+from maru_kv_ops.plan import CopyPlan, TransferDirection
+from maru_shm.pool import reading
+from maru_shm.pool.pool import Pool
+from maru_shm.pool.reading import Verdict, Verify
+from maru_vllm.layout import ChunkLayout, RankShare
+from maru_vllm.metadata import ChunkCopy, JobOutcome, LoadJob
+from maru_vllm.worker.caches import RegisteredCaches
+from maru_vllm.worker.copy_runner import CopyKind, CopyResult
+from maru_vllm.worker.device_order import Mark
+from maru_vllm.worker.mapping import MappedPool
+
+
+@dataclass(frozen=True, slots=True)
+class CopyContext:
+    """What all jobs of one worker share."""
+
+    layout: ChunkLayout
+    share: RankShare
+    caches: RegisteredCaches
+    executor: Executor
+    verify: Verify
+
+    def part_offset(self, chunk: ChunkCopy) -> int:
+        """Bytes from the pool's start to this rank's part of the chunk's object."""
+        return chunk.extent.offset + self.share.part * self.layout.part_bytes
+
+
+def run_load(job: LoadJob, mapped: MappedPool, context: CopyContext, mark: Mark) -> CopyResult:
+    """Copy all chunks of the job; called on a copy thread.
+
+    Every object's header is checked before the copies and again when they are complete, so DONE
+    means that the blocks hold what was stored under those generations. With any other outcome the
+    blocks hold nothing of use. Stops at the first object that is found wanting before the copy.
+    """
+    pool = mapped.pool
+    plans: list[CopyPlan] = []
+    for chunk in job.chunks:
+        outcome = _before(pool, chunk, context)
+        if outcome is not JobOutcome.DONE:
+            return _result(job, outcome, chunk)
+        plans.append(
+            context.caches.plan(
+                context.part_offset(chunk),
+                chunk.first_block,
+                chunk.block_ids,
+                TransferDirection.H2D,
+            )
+        )
+    memory = CopyMemory(context.caches.regions, mapped.objects)
+    with mark.behind():
+        if plans:
+            context.executor.run(join_plans(plans), memory)
+    for chunk in job.chunks:
+        outcome = _after(pool, chunk, context)
+        if outcome is not JobOutcome.DONE:
+            return _result(job, outcome, chunk)
+    return CopyResult(job_id=job.job_id, kind=CopyKind.LOAD, outcome=JobOutcome.DONE)
+
+
+def join_plans(plans: list[CopyPlan]) -> CopyPlan:
+    """One plan for all chunks of a job, so that an executor can share the whole among threads.
+
+    Chunks of one job go to different blocks, so no byte is named twice.
+    """
+    return CopyPlan(
+        direction=plans[0].direction,
+        copies=tuple(copy for plan in plans for copy in plan.copies),
+        region_ends=plans[0].region_ends,
+        object_end=max(plan.object_end for plan in plans),
+        num_bytes=sum(plan.num_bytes for plan in plans),
+    )
+
+
+def _before(pool: Pool, chunk: ChunkCopy, context: CopyContext) -> JobOutcome:
+    if chunk.extent.length != context.layout.object_bytes:
+        # Not an object of this engine; the scheduler half also asks so for loads that must fail.
+        return JobOutcome.FAILED
+    return _OUTCOME[reading.begin_read(pool, chunk.extent)]
+
+
+def _after(pool: Pool, chunk: ChunkCopy, context: CopyContext) -> JobOutcome:
+    matches = True
+    if context.verify is not Verify.HEADER:
+        if reading.check(pool, chunk.extent) is not Verdict.OK:
+            return _OUTCOME[reading.end_read(pool, chunk.extent)]
+        matches = reading.payload_matches(
+            pool, chunk.extent, context.verify, part=context.share.part
+        )
+    outcome = _OUTCOME[reading.end_read(pool, chunk.extent)]
+    if outcome is JobOutcome.DONE and not matches:
+        return JobOutcome.SUSPECT
+    return outcome
+
+
+_OUTCOME = {
+    Verdict.OK: JobOutcome.DONE,
+    Verdict.STALE: JobOutcome.STALE,
+    Verdict.TORN: JobOutcome.SUSPECT,
+}
+
+
+def _result(job: LoadJob, outcome: JobOutcome, chunk: ChunkCopy) -> CopyResult:
+    suspects = (int(chunk.extent.generation),) if outcome is JobOutcome.SUSPECT else ()
+    return CopyResult(
+        job_id=job.job_id, kind=CopyKind.LOAD, outcome=outcome, suspect_generations=suspects
+    )
