@@ -5,6 +5,7 @@
     |  |- Unreachable           no server, or it did not answer before the deadline; state unknown
     |  |- RequestRefused        the server answered with a refusal (``code``, ``message``)
     |  |- BadFrame              the bytes received are not a message of this protocol
+    |  |  |- WrongVersion       they are one of another version (names both)
     |- ServerStartFailed        an embedded server could not be started; names its log file
     |- PoolError                see maru_shm.pool.errors
 
@@ -15,10 +16,7 @@ that re-opening the session helps; clients do that by themselves.
 from __future__ import annotations
 
 from maru_shm.control.messages import ErrorCode
-
-
-class MaruError(Exception):
-    """Base of every error that Maru raises on purpose."""
+from maru_shm.errors import MaruError as MaruError
 
 
 class ControlError(MaruError):
@@ -31,6 +29,15 @@ class Unreachable(ControlError):
 
 class BadFrame(ControlError):
     """The bytes are not a message of this protocol and version; they were dropped."""
+
+    def __init__(self, message: str, request_id: int | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+        """Which request it was, where that much could be read."""
+
+
+class WrongVersion(BadFrame):
+    """A message of another protocol version; the text names both."""
 
 
 class RequestRefused(ControlError):

@@ -49,6 +49,8 @@ class PoolInfo:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
+    """The session stands; here is the pool that its extents lie in."""
+
     session: SessionId
     epoch: int
     lease_term_s: float
@@ -57,6 +59,9 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
+    """Say goodbye: the client itself reads and writes no more. Reservations that a worker of it
+    may still be writing to (it holds the lock file) are freed when that worker is gone."""
+
     session: SessionId
 
 
@@ -94,12 +99,16 @@ class LeaseGrant:
 
 @dataclass(frozen=True, slots=True)
 class RenewLeases:
+    """Begin the term of these leases anew."""
+
     session: SessionId
     leases: tuple[LeaseId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
+    """Answer to ``RenewLeases``."""
+
     epoch: int
     lost: tuple[LeaseId, ...]
     """Leases that no longer stand; their objects may change at any moment."""
@@ -107,6 +116,8 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLeases:
+    """The client reads nothing under these leases any more."""
+
     session: SessionId
     leases: tuple[LeaseId, ...]
 
@@ -116,6 +127,8 @@ class ReleaseLeases:
 
 @dataclass(frozen=True, slots=True)
 class ReserveItem:
+    """One object that the client wants to write."""
+
     key: Key
     parent: Key | None
     """Key of the object that this one continues; None at the start of a chain. The parent may
@@ -126,6 +139,8 @@ class ReserveItem:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
+    """Ask for space. Items are granted or not one by one, in order."""
+
     session: SessionId
     namespace: Namespace
     items: tuple[ReserveItem, ...]
@@ -148,6 +163,8 @@ class ReserveOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReserveResult:
+    """Answer to one ``ReserveItem``."""
+
     outcome: ReserveOutcome
     extent: Extent | None
     """Set exactly when GRANTED. Write the payload there, then commit or abort the generation."""
@@ -155,12 +172,16 @@ class ReserveResult:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
+    """Answer to ``Reserve``: one result per item, in order."""
+
     epoch: int
     results: tuple[ReserveResult, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CommitItem:
+    """One written object."""
+
     generation: Generation
     parts: tuple[PartChecksum, ...]
     """One per part, in part order; empty if the writer computed none. Parts are equal in size:
@@ -177,6 +198,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
+    """Answer to ``Commit``."""
+
     epoch: int
     lost: tuple[Generation, ...]
     """Reservations that no longer stood (older epoch, session gone): the bytes are dropped."""
@@ -226,6 +249,8 @@ class GetStats:
 
 @dataclass(frozen=True, slots=True)
 class ClientStats:
+    """One session as the server sees it."""
+
     session: SessionId
     client: str
     leases: int
@@ -270,12 +295,16 @@ class ListObjects:
 
 @unique
 class ObjectState(Enum):
+    """Of an object in a listing; the values are the wire's."""
+
     WRITING = 1
     SEALED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectRow:
+    """One object in a listing."""
+
     namespace: Namespace
     key: Key
     state: ObjectState
@@ -287,6 +316,8 @@ class ObjectRow:
 
 @dataclass(frozen=True, slots=True)
 class ObjectRows:
+    """One page of a listing; a page shorter than the limit is the last."""
+
     epoch: int
     rows: tuple[ObjectRow, ...]
 
@@ -307,6 +338,8 @@ class ErrorCode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
+    """The server did nothing, and why."""
+
     epoch: int
     code: ErrorCode
     message: str
@@ -328,5 +361,13 @@ Request = (
     | ListObjects
 )
 Reply = (
-    SessionOpened | LeaseGrant | Renewed | Reserved | Committed | Done | Stats | ObjectRows | Refused
+    SessionOpened
+    | LeaseGrant
+    | Renewed
+    | Reserved
+    | Committed
+    | Done
+    | Stats
+    | ObjectRows
+    | Refused
 )

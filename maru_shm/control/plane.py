@@ -63,25 +63,35 @@ class ControlPlane(Protocol):
 
     def submit_lookup_prefix(
         self, namespace: Namespace, keys: Sequence[Key], timeout_s: float
-    ) -> Pending[LeaseGrant]: ...
+    ) -> Pending[LeaseGrant]:
+        """Find and lease the longest run of sealed objects from the first key on."""
+        ...
 
     def submit_reserve(
         self, namespace: Namespace, items: Sequence[ReserveItem], timeout_s: float
-    ) -> Pending[Reserved]: ...
+    ) -> Pending[Reserved]:
+        """Ask for space for the items, in order; each gets its own answer."""
+        ...
 
-    def submit_commit(
-        self, items: Sequence[CommitItem], timeout_s: float
-    ) -> Pending[Committed]: ...
+    def submit_commit(self, items: Sequence[CommitItem], timeout_s: float) -> Pending[Committed]:
+        """Make written objects visible."""
+        ...
 
-    def submit_abort(self, generations: Sequence[Generation], timeout_s: float) -> Pending[Done]: ...
+    def submit_abort(self, generations: Sequence[Generation], timeout_s: float) -> Pending[Done]:
+        """Give reservations back that nobody writes to any more."""
+        ...
 
-    def submit_suspect(
-        self, generations: Sequence[Generation], timeout_s: float
-    ) -> Pending[Done]: ...
+    def submit_suspect(self, generations: Sequence[Generation], timeout_s: float) -> Pending[Done]:
+        """Report objects that failed a check; they are never served again."""
+        ...
 
-    def submit_renew(self, leases: Sequence[LeaseId], timeout_s: float) -> Pending[Renewed]: ...
+    def submit_renew(self, leases: Sequence[LeaseId], timeout_s: float) -> Pending[Renewed]:
+        """Begin the term of leases anew."""
+        ...
 
-    def submit_release(self, leases: Sequence[LeaseId], timeout_s: float) -> Pending[Done]: ...
+    def submit_release(self, leases: Sequence[LeaseId], timeout_s: float) -> Pending[Done]:
+        """Give leases back whose objects nobody reads any more."""
+        ...
 
     def close(self) -> None:
         """Close the session (leases and reservations go) and the socket. Idempotent; bounded."""

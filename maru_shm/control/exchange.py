@@ -1,0 +1,523 @@
+"""The client's mind: requests under way, the session, and everything that arrives late.
+
+Knows no sockets: a ``Transport`` carries messages, keeps their order, and may lose them only
+together with the server. ``Client`` (ZeroMQ) and ``LocalPlane`` (in-process) are this class with a
+transport, so what is true of one in a simulation is true of the other in production.
+
+How a server's death is noticed: a send finds nobody there, or replies are overdue. Overdue replies
+alone prove nothing (a slow server is no dead one), so the client first asks again for the session
+that it has. The same session back: all is well, nothing was lost. No answer for
+``HELLO_TIMEOUT_S``: there is no server until one answers; asking goes on with a back-off. Another
+session back: the server was restarted, older leases and reservations are gone.
+
+What nobody waits for any more must not leak. A lease that arrives for a request that expired, or
+whose ``PendingReply`` was dropped, is released; a reservation is aborted, and that again and again
+until a server has confirmed it.
+
+Thread: one, the one that made it. Process: the one that made it; a fork gets a clear error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from enum import Enum, unique
+from typing import Any, Generic, Protocol, TypeVar
+
+from maru_shm.control import messages as m
+from maru_shm.control.errors import BadFrame, ControlError, RequestRefused, Unreachable
+from maru_shm.control.plane import Connection
+from maru_shm.control.wire import ReplyFrame
+from maru_shm.types import Generation, Key, LeaseId, Namespace, SessionId
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 2.0
+"""A server that does not answer ``OpenSession`` for so long counts as gone. Generous: a server
+handles a request in well under a millisecond, but its host may be swapping."""
+
+FIRST_RETRY_S = 0.001
+"""A first connect takes about a millisecond; asking again costs next to nothing."""
+LAST_RETRY_S = 1.0
+
+T = TypeVar("T")
+
+
+class Transport(Protocol):
+    """Carries messages to one server and back. All calls on the client's thread."""
+
+    def send(self, request_id: int, request: m.Request) -> bool:
+        """Send now; false if nobody is connected. ValueError if it can never be sent. Never
+        blocks."""
+
+    def receive(self) -> ReplyFrame | None:
+        """The next reply that has arrived, if any. Never blocks, never raises."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until a reply may have arrived, at most ``timeout_s``."""
+
+    def look_for_server(self) -> None:
+        """Nobody answers: start a server if that is this client's duty. Never blocks or raises."""
+
+    def close(self) -> None:
+        """Let go of everything. Bounded."""
+
+
+@unique
+class _State(Enum):
+    WAITING = 0
+    DONE = 1
+    FAILED = 2
+    TAKEN = 3
+
+
+class PendingReply(Generic[T]):
+    """A request under way; see ``maru_shm.control.plane.Pending``.
+
+    Dropping it before ``take`` is allowed at any time: what its reply grants is given back.
+    """
+
+    __slots__ = ("__weakref__", "_error", "_exchange", "_reply", "_state", "deadline", "kind")
+
+    def __init__(self, exchange: Exchange, kind: type, deadline: float) -> None:
+        self.deadline = deadline
+        self.kind = kind
+        self._exchange = exchange
+        self._state = _State.WAITING
+        self._reply: T | None = None
+        self._error: ControlError | None = None
+
+    def done(self) -> bool:
+        """Whether ``take`` would return or raise now. Only ``poll`` changes the answer."""
+        return self._state is not _State.WAITING
+
+    def take(self) -> T:
+        """The reply, once. Raises ControlError if it failed, RuntimeError if it is not done."""
+        if self._state is _State.DONE:
+            self._state = _State.TAKEN
+            reply, self._reply = self._reply, None
+            return reply  # type: ignore[return-value]
+        if self._error is not None:
+            raise self._error
+        if self._state is _State.TAKEN:
+            raise RuntimeError("this reply was taken already")
+        raise RuntimeError("no reply yet: poll() until done()")
+
+    def resolve(self, reply: T) -> None:
+        """For the exchange: the reply is here."""
+        self._reply = reply
+        self._state = _State.DONE
+
+    def fail(self, error: ControlError) -> None:
+        """For the exchange: there will be no reply."""
+        self._error = error
+        self._state = _State.FAILED
+
+    def __del__(self) -> None:
+        if self._state is _State.DONE and self._reply is not None:
+            self._exchange.give_back(self._reply)
+
+
+class Exchange:
+    """Requests of one client over one transport: a ``ControlPlane`` with a synchronous face."""
+
+    def __init__(
+        self, transport: Transport, hello: m.OpenSession, clock: Callable[[], float]
+    ) -> None:
+        self._transport = transport
+        self._hello = hello
+        self._clock = clock
+        self._pid = os.getpid()
+        self._connection: Connection | None = None
+        self._closed = False
+        self._last_id = 0
+        self._pending: dict[int, weakref.ref[PendingReply[Any]]] = {}
+        self._next_deadline = float("inf")
+        # The session, and asking for it.
+        self._hello_id: int | None = None
+        self._hello_deadline = 0.0
+        self._next_hello_at = clock()
+        self._retry_s = FIRST_RETRY_S
+        self._refusal: RequestRefused | None = None
+        # What must be given back to the server.
+        self._unwanted_leases: list[tuple[int, LeaseId]] = []
+        self._unwanted_generations: list[Generation] = []
+        self._aborting: dict[int, tuple[Generation, ...]] = {}
+
+    # ---------------------------------------------------------------- the control plane
+
+    def poll(self) -> None:
+        """See ``ControlPlane``. Raises RuntimeError in a forked child, and nothing else."""
+        self._check_process()
+        if self._closed:
+            return
+        while (frame := self._transport.receive()) is not None:
+            self._arrived(frame)
+        now = self._clock()
+        if now >= self._next_deadline:
+            self._expire(now)
+        if self._connection is None or self._hello_id is not None:
+            self._seek_session(now)
+        if self._unwanted_leases or self._unwanted_generations:
+            self._give_back_now()
+
+    def connection(self) -> Connection | None:
+        """See ``ControlPlane``."""
+        return self._connection
+
+    def submit_lookup_prefix(
+        self, namespace: Namespace, keys: Sequence[Key], timeout_s: float
+    ) -> PendingReply[m.LeaseGrant]:
+        """See ``ControlPlane``."""
+        return self._submit(
+            m.LeaseGrant, lambda s: m.LookupPrefix(s, namespace, tuple(keys)), timeout_s
+        )
+
+    def submit_lookup_each(
+        self, namespace: Namespace, keys: Sequence[Key], timeout_s: float
+    ) -> PendingReply[m.LeaseGrant]:
+        """Find and lease every sealed object among the keys, each on its own."""
+        return self._submit(
+            m.LeaseGrant, lambda s: m.LookupEach(s, namespace, tuple(keys)), timeout_s
+        )
+
+    def submit_reserve(
+        self, namespace: Namespace, items: Sequence[m.ReserveItem], timeout_s: float
+    ) -> PendingReply[m.Reserved]:
+        """See ``ControlPlane``."""
+        return self._submit(m.Reserved, lambda s: m.Reserve(s, namespace, tuple(items)), timeout_s)
+
+    def submit_commit(
+        self, items: Sequence[m.CommitItem], timeout_s: float
+    ) -> PendingReply[m.Committed]:
+        """See ``ControlPlane``."""
+        return self._submit(m.Committed, lambda s: m.Commit(s, tuple(items)), timeout_s)
+
+    def submit_abort(
+        self, generations: Sequence[Generation], timeout_s: float
+    ) -> PendingReply[m.Done]:
+        """See ``ControlPlane``."""
+        return self._submit(m.Done, lambda s: m.Abort(s, tuple(generations)), timeout_s)
+
+    def submit_suspect(
+        self, generations: Sequence[Generation], timeout_s: float
+    ) -> PendingReply[m.Done]:
+        """See ``ControlPlane``."""
+        return self._submit(m.Done, lambda s: m.ReportSuspect(s, tuple(generations)), timeout_s)
+
+    def submit_renew(self, leases: Sequence[LeaseId], timeout_s: float) -> PendingReply[m.Renewed]:
+        """See ``ControlPlane``."""
+        return self._submit(m.Renewed, lambda s: m.RenewLeases(s, tuple(leases)), timeout_s)
+
+    def submit_release(self, leases: Sequence[LeaseId], timeout_s: float) -> PendingReply[m.Done]:
+        """See ``ControlPlane``."""
+        return self._submit(m.Done, lambda s: m.ReleaseLeases(s, tuple(leases)), timeout_s)
+
+    def submit_delete(
+        self, namespace: Namespace, keys: Sequence[Key], timeout_s: float
+    ) -> PendingReply[m.Done]:
+        """Remove sealed objects that nobody leases."""
+        return self._submit(m.Done, lambda s: m.Delete(s, namespace, tuple(keys)), timeout_s)
+
+    def submit_stats(self, timeout_s: float) -> PendingReply[m.Stats]:
+        """Ask how the server stands."""
+        return self._submit(m.Stats, lambda _: m.GetStats(), timeout_s)
+
+    def submit_list_objects(
+        self, after: Generation, limit: int, timeout_s: float
+    ) -> PendingReply[m.ObjectRows]:
+        """One page of the listing; see ``ListObjects``."""
+        return self._submit(m.ObjectRows, lambda _: m.ListObjects(after, limit), timeout_s)
+
+    def close(self) -> None:
+        """See ``ControlPlane``. Does nothing in a forked child: the session is its parent's."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        if self._connection is not None:
+            self._last_id += 1
+            self._transport.send(self._last_id, m.CloseSession(SessionId(self._connection.session)))
+        self._connection = None
+        for waiting in self._drain_pending():
+            waiting.fail(Unreachable("the client was closed before the reply came"))
+        self._transport.close()
+
+    # ------------------------------------------------------------- the synchronous face
+
+    def wait_connected(self, timeout_s: float) -> Connection:
+        """Wait until a session stands.
+
+        Raises Unreachable after ``timeout_s``, RequestRefused if the server refused the session.
+        """
+        deadline = self._clock() + timeout_s
+        self.poll()
+        while (connection := self._connection) is None:
+            if self._refusal is not None:
+                raise self._refusal
+            self._wait(deadline, "no server answered")
+        return connection
+
+    def lookup_prefix(
+        self, namespace: Namespace, keys: Sequence[Key], timeout_s: float
+    ) -> m.LeaseGrant:
+        """Like ``submit_lookup_prefix``, and wait. As all calls of this face, it raises
+        Unreachable after ``timeout_s`` and RequestRefused if the server says no."""
+        return self._call(lambda left: self.submit_lookup_prefix(namespace, keys, left), timeout_s)
+
+    def lookup_each(
+        self, namespace: Namespace, keys: Sequence[Key], timeout_s: float
+    ) -> m.LeaseGrant:
+        """Find and lease every sealed object among the keys, each on its own."""
+        return self._call(lambda left: self.submit_lookup_each(namespace, keys, left), timeout_s)
+
+    def reserve(
+        self, namespace: Namespace, items: Sequence[m.ReserveItem], timeout_s: float
+    ) -> m.Reserved:
+        """Ask for space for the items, in order; each gets its own answer."""
+        return self._call(lambda left: self.submit_reserve(namespace, items, left), timeout_s)
+
+    def commit(self, items: Sequence[m.CommitItem], timeout_s: float) -> m.Committed:
+        """Make written objects visible."""
+        return self._call(lambda left: self.submit_commit(items, left), timeout_s)
+
+    def abort(self, generations: Sequence[Generation], timeout_s: float) -> m.Done:
+        """Give reservations back that nobody writes to any more."""
+        return self._call(lambda left: self.submit_abort(generations, left), timeout_s)
+
+    def suspect(self, generations: Sequence[Generation], timeout_s: float) -> m.Done:
+        """Report objects that failed a check; they are never served again."""
+        return self._call(lambda left: self.submit_suspect(generations, left), timeout_s)
+
+    def renew(self, leases: Sequence[LeaseId], timeout_s: float) -> m.Renewed:
+        """Begin the term of leases anew."""
+        return self._call(lambda left: self.submit_renew(leases, left), timeout_s)
+
+    def release(self, leases: Sequence[LeaseId], timeout_s: float) -> m.Done:
+        """Give leases back whose objects nobody reads any more."""
+        return self._call(lambda left: self.submit_release(leases, left), timeout_s)
+
+    def delete(self, namespace: Namespace, keys: Sequence[Key], timeout_s: float) -> m.Done:
+        """Remove sealed objects that nobody leases."""
+        return self._call(lambda left: self.submit_delete(namespace, keys, left), timeout_s)
+
+    def stats(self, timeout_s: float) -> m.Stats:
+        """How the server stands."""
+        return self._call(self.submit_stats, timeout_s)
+
+    def list_objects(self, after: Generation, limit: int, timeout_s: float) -> m.ObjectRows:
+        """One page of the listing; see ``ListObjects``."""
+        return self._call(lambda left: self.submit_list_objects(after, limit, left), timeout_s)
+
+    # ------------------------------------------------------------------------- sending
+
+    def _submit(
+        self, kind: type, make: Callable[[SessionId], m.Request], timeout_s: float
+    ) -> PendingReply[Any]:
+        self._check_process()
+        connection = self._connection
+        pending: PendingReply[Any] = PendingReply(self, kind, self._clock() + timeout_s)
+        if connection is None:
+            pending.fail(Unreachable("no server is connected"))
+            return pending
+        self._last_id = request_id = self._last_id + 1
+        try:
+            sent = self._transport.send(request_id, make(SessionId(connection.session)))
+        except ValueError as error:
+            pending.fail(RequestRefused(m.ErrorCode.BAD_REQUEST, str(error)))
+            return pending
+        if not sent:
+            pending.fail(Unreachable("the server is gone, or has stopped reading"))
+            self._lose("a request could not be sent")
+            return pending
+        self._pending[request_id] = weakref.ref(pending)
+        if pending.deadline < self._next_deadline:
+            self._next_deadline = pending.deadline
+        return pending
+
+    def _call(self, submit: Callable[[float], PendingReply[T]], timeout_s: float) -> T:
+        """Submit and wait; once more if the server did not know the session (it did nothing)."""
+        deadline = self._clock() + timeout_s
+        may_retry = True
+        while True:
+            if self._connection is None:
+                self.wait_connected(deadline - self._clock())
+            pending = submit(deadline - self._clock())
+            while not pending.done():
+                self._wait(deadline, "no answer from the server", waits_for=pending)
+            try:
+                return pending.take()
+            except RequestRefused as refused:
+                if refused.code is not m.ErrorCode.UNKNOWN_SESSION or not may_retry:
+                    raise
+                may_retry = False
+
+    def _wait(self, deadline: float, what: str, waits_for: PendingReply[Any] | None = None) -> None:
+        now = self._clock()
+        if now >= deadline:
+            self.poll()
+            if waits_for is None:
+                raise Unreachable(f"{what} in time")
+            return
+        until = deadline if self._connection is not None else min(deadline, self._next_hello_at)
+        if self._hello_id is not None:
+            until = min(until, self._hello_deadline)
+        self._transport.wait(max(until - now, 0.0005))
+        self.poll()
+
+    # ----------------------------------------------------------------------- receiving
+
+    def _arrived(self, frame: ReplyFrame) -> None:
+        reply = frame.reply
+        if frame.request_id == self._hello_id:
+            self._hello_answered(reply)
+            return
+        if self._aborting.pop(frame.request_id, None) is not None:
+            if type(reply) is not m.Done:
+                log.warning("late reservations could not be given back: %s", reply)
+            return
+        reference = self._pending.pop(frame.request_id, None)
+        pending = reference() if reference is not None else None
+        if pending is None:
+            self.give_back(reply)
+        elif type(reply) is pending.kind:
+            pending.resolve(reply)
+        elif type(reply) is m.Refused:
+            pending.fail(RequestRefused(reply.code, reply.message))
+        else:
+            pending.fail(BadFrame(f"the reply to a request was {type(reply).__name__}"))
+            self.give_back(reply)
+        connection = self._connection
+        if connection is not None and (
+            reply.epoch != connection.epoch
+            or (type(reply) is m.Refused and reply.code is m.ErrorCode.UNKNOWN_SESSION)
+        ):
+            self._lose("the server was restarted")
+
+    def give_back(self, reply: object) -> None:
+        """Nobody will take this reply: what it grants goes back with the next ``poll``."""
+        if type(reply) is m.LeaseGrant:
+            if reply.lease is not None:
+                self._unwanted_leases.append((reply.epoch, reply.lease))
+        elif type(reply) is m.Reserved:
+            self._unwanted_generations += [
+                result.extent.generation for result in reply.results if result.extent is not None
+            ]
+
+    def _give_back_now(self) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        session = SessionId(connection.session)
+        # Taken out before anything else runs: a dropped reply may add to the lists at any time.
+        unwanted, self._unwanted_leases = self._unwanted_leases, []
+        leases = tuple(lease for epoch, lease in unwanted if epoch == connection.epoch)
+        if leases:
+            self._last_id += 1
+            if not self._transport.send(self._last_id, m.ReleaseLeases(session, leases)):
+                self._unwanted_leases += unwanted
+                return
+        generations, self._unwanted_generations = self._unwanted_generations, []
+        if generations:
+            self._last_id += 1
+            if self._transport.send(self._last_id, m.Abort(session, tuple(generations))):
+                self._aborting[self._last_id] = tuple(generations)
+            else:
+                self._unwanted_generations += generations
+
+    def _expire(self, now: float) -> None:
+        overdue = False
+        next_deadline = float("inf")
+        for request_id, reference in list(self._pending.items()):
+            pending = reference()
+            if pending is None:
+                # Dropped by its owner; a late reply to an unknown id is given back all the same.
+                del self._pending[request_id]
+            elif pending.deadline <= now:
+                del self._pending[request_id]
+                pending.fail(Unreachable("no answer from the server in time"))
+                overdue = True
+            else:
+                next_deadline = min(next_deadline, pending.deadline)
+        self._next_deadline = next_deadline
+        if overdue and self._hello_id is None:
+            self._send_hello(now)
+
+    def _drain_pending(self) -> list[PendingReply[Any]]:
+        waiting = [pending for ref in self._pending.values() if (pending := ref()) is not None]
+        self._pending.clear()
+        self._next_deadline = float("inf")
+        return waiting
+
+    # --------------------------------------------------------------------- the session
+
+    def _seek_session(self, now: float) -> None:
+        if self._hello_id is not None:
+            if now < self._hello_deadline:
+                return
+            self._hello_id = None
+            self._lose("it does not answer")
+            self._back_off(now)
+        if self._connection is None and now >= self._next_hello_at:
+            self._send_hello(now)
+
+    def _send_hello(self, now: float) -> None:
+        self._last_id += 1
+        if self._transport.send(self._last_id, self._hello):
+            self._hello_id = self._last_id
+            self._hello_deadline = now + HELLO_TIMEOUT_S
+        else:
+            self._lose("nobody is connected")
+            self._back_off(now)
+
+    def _back_off(self, now: float) -> None:
+        self._next_hello_at = now + self._retry_s
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        self._transport.look_for_server()
+
+    def _hello_answered(self, reply: m.Reply) -> None:
+        asked_as = self._hello_id
+        self._hello_id = None
+        if type(reply) is not m.SessionOpened:
+            if isinstance(reply, m.Refused):
+                self._refusal = RequestRefused(reply.code, reply.message)
+            self._lose(f"it refused the session: {reply}")
+            self._retry_s = LAST_RETRY_S
+            self._next_hello_at = self._clock() + self._retry_s
+            return
+        self._refusal = None
+        self._retry_s = FIRST_RETRY_S
+        before = self._connection
+        self._connection = Connection(
+            session=reply.session,
+            epoch=reply.epoch,
+            lease_term_s=reply.lease_term_s,
+            pool=reply.pool,
+            lock_path=self._hello.lock_path,
+        )
+        if before != self._connection:
+            log.info("session %#x at epoch %d of %s", reply.session, reply.epoch, reply.pool.path)
+        # Messages keep their order, so what was asked before this and is not answered by now
+        # went down with the server that it was sent to.
+        assert asked_as is not None
+        for request_id in [known for known in self._pending if known < asked_as]:
+            pending = self._pending.pop(request_id)()
+            if pending is not None:
+                pending.fail(Unreachable("the server was restarted before it answered"))
+        for request_id in [known for known in self._aborting if known < asked_as]:
+            self._unwanted_generations += self._aborting.pop(request_id)
+
+    def _lose(self, why: str) -> None:
+        if self._connection is not None:
+            log.warning("the Maru server is lost (%s); until one answers, all is a miss", why)
+            self._connection = None
+            self._retry_s = FIRST_RETRY_S
+            self._next_hello_at = self._clock()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this client belongs to process {self._pid} and was forked into {os.getpid()}; "
+                "connect anew in the child"
+            )

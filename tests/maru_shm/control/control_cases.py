@@ -1,0 +1,38 @@
+"""Keys, chains and a clock for the tests of the control plane."""
+
+from __future__ import annotations
+
+from maru_shm.control import messages as m
+from maru_shm.control.messages import ReserveItem
+from maru_shm.types import Extent, Key, Namespace, PartChecksum
+
+NAMESPACE = Namespace(b"n" * 32)
+
+
+def key(number: int) -> Key:
+    return Key(number.to_bytes(32, "big"))
+
+
+def chain(count: int, length: int = 1000) -> tuple[ReserveItem, ...]:
+    return tuple(
+        ReserveItem(key(number), key(number - 1) if number else None, length)
+        for number in range(count)
+    )
+
+
+class FakeClock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def granted(reserved: m.Reserved) -> list[Extent]:
+    return [result.extent for result in reserved.results if result.extent is not None]
+
+
+def sealed(extents: list[Extent]) -> list[m.CommitItem]:
+    return [m.CommitItem(extent.generation, (PartChecksum(1, 2),)) for extent in extents]
