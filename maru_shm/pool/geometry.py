@@ -67,7 +67,7 @@ def plan_file(
     count = payload_bytes // nominal
     if count < 1:
         raise PoolError(
-            f"a pool of {payload_bytes} bytes is smaller than one segment of {nominal}; ask for more"
+            f"a pool of {payload_bytes} bytes is smaller than one segment, {nominal}; ask for more"
         )
     first = _first_segment(count)
     return PoolGeometry(
