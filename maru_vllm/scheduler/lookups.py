@@ -129,7 +129,7 @@ class Lookups:
     def is_stale(self, request_id: str, connection: Connection | None) -> bool:
         """Whether the answer is too old to build a load on, or stems from another session."""
         lookup = self._lookups.get(request_id)
-        if lookup is None or lookup.pending is not None:
+        if lookup is None or not (lookup.pending is None or lookup.pending.done()):
             return False
         if connection is not None and not same_session(lookup.origin, connection):
             return True
