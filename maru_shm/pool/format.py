@@ -200,6 +200,8 @@ def _entry_checksum(seed: PoolSeed, segment: int, body: bytes) -> int:
 _HEADER = struct.Struct("<QQQQ32s32s32s")
 _PART = struct.Struct("<QQ")
 _PLACE = struct.Struct("<QQ")
+_PACKED = struct.Struct("<Q")
+"""Length, number of parts and flags, at 24."""
 _HAS_PARENT: Final = 1
 assert _HEADER.size == HEADER_BYTES
 assert _PART.size == PART_BYTES
@@ -289,10 +291,17 @@ def pack_header(seed: PoolSeed, place: SlotPlace, header: ObjectHeader) -> bytes
     return raw[:8] + checksum.to_bytes(8, "little") + raw[16:]
 
 
+def header_bytes(place: SlotPlace, fixed: Buffer) -> int:
+    """Bytes of the header whose fixed fields are ``fixed``; never past the slot's payload."""
+    (packed,) = _PACKED.unpack_from(fixed, 24)
+    num_parts = min(int(packed) >> 40 & 0xFFFF, parts_capacity(place.shape))
+    return HEADER_BYTES + num_parts * PART_BYTES
+
+
 def unpack_header(seed: PoolSeed, place: SlotPlace, raw: Buffer) -> ObjectHeader | None:
     """The header, or None if the slot is free or its header is not whole.
 
-    ``raw`` starts at the slot and reaches at least to its payload. Pass a private copy: the
+    ``raw`` starts at the slot and is ``header_bytes`` long or longer. Pass a private copy: the
     fields are looked at more than once.
     """
     word, checksum, owner, packed, namespace, key, parent = _HEADER.unpack_from(raw)
@@ -302,6 +311,8 @@ def unpack_header(seed: PoolSeed, place: SlotPlace, raw: Buffer) -> ObjectHeader
     if num_parts > parts_capacity(place.shape):
         return None
     size = HEADER_BYTES + num_parts * PART_BYTES
+    if len(raw) < size:
+        return None
     if checksum != _header_checksum(seed, place, bytes(raw[:size])):
         return None
     length = packed & MAX_LENGTH

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from maru_shm.pool import format as fmt
 from maru_shm.pool.flush import CacheLines
 from maru_shm.pool.format import ObjectHeader, PoolSeed, SegmentEntry, SlotPlace
-from maru_shm.pool.geometry import place_of_payload, segment_of
+from maru_shm.pool.geometry import place_of_payload, segment_of, segment_offset, slots_per_segment
 from maru_shm.types import PoolGeometry
 
 
@@ -28,6 +30,25 @@ class SlotTable:
         raw = self._fresh(fmt.entry_offset(segment), fmt.ENTRY_BYTES)
         return fmt.unpack_entry(self.seed, segment, self.geometry, raw)
 
+    def entry_damaged(self, segment: int) -> bool:
+        """Whether the entry is neither whole nor that of an unbound segment."""
+        raw = self._fresh(fmt.entry_offset(segment), fmt.ENTRY_BYTES)
+        return (
+            any(raw[: fmt.WORD_BYTES])
+            and fmt.unpack_entry(self.seed, segment, self.geometry, raw) is None
+            and self._fresh(fmt.entry_offset(segment), fmt.ENTRY_BYTES) == raw
+        )
+
+    def used_slots(self, segment: int, entry: SegmentEntry) -> list[int]:
+        """Indexes of the slots whose word is not 0 (one strided look: slots can be many)."""
+        count = slots_per_segment(self.geometry, entry)
+        slot_bytes = entry.shape.slot_bytes
+        start = segment_offset(self.geometry, segment)
+        self._lines.invalidate(self._buffer, start, count * slot_bytes)
+        self._lines.fence()
+        slots = np.frombuffer(self._buffer[start : start + count * slot_bytes], dtype="<u8")
+        return [int(index) for index in np.flatnonzero(slots[:: slot_bytes // 8])]
+
     def place(self, payload_offset: int) -> SlotPlace | None:
         """The slot whose payload starts at ``payload_offset`` as its segment is bound now."""
         segment = segment_of(self.geometry, payload_offset)
@@ -43,15 +64,10 @@ class SlotTable:
         return fmt.unpack_header(self.seed, place, self.raw_header(place))
 
     def raw_header(self, place: SlotPlace) -> bytes:
-        """A private copy of all bytes between the slot's start and its payload that can matter."""
-        size = fmt.HEADER_BYTES + fmt.parts_capacity(place.shape) * fmt.PART_BYTES
+        """A private copy of the header: the fixed fields and as many parts as they speak of."""
         raw = self._fresh(place.slot_offset, fmt.HEADER_BYTES)
-        num_parts = raw[29] | raw[30] << 8
-        if num_parts == 0:
-            return raw
-        return self._fresh(
-            place.slot_offset, min(size, fmt.HEADER_BYTES + num_parts * fmt.PART_BYTES)
-        )
+        size = fmt.header_bytes(place, raw)
+        return raw if size == len(raw) else self._fresh(place.slot_offset, size)
 
     def word(self, slot_offset: int) -> int:
         """The header's first word, by one aligned 8-byte load."""

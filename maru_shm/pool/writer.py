@@ -10,8 +10,6 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from maru_shm.index.effects import (
     BindSegment,
     Effect,
@@ -165,7 +163,7 @@ class PoolWriter:
     def _scan_segment(self, segment: int, entry: SegmentEntry) -> FoundSegment:
         start = geo.segment_offset(self._geometry, segment)
         found: dict[SlotState, list[FoundObject]] = {SlotState.SEALED: [], SlotState.WRITING: []}
-        for index in self._used_slots(start, entry):
+        for index in self._table.used_slots(segment, entry):
             place = SlotPlace(start + index * entry.shape.slot_bytes, entry.shape, entry.stamp)
             header = self._table.header(place)
             if header is None or header.generation >> 40 > self._epoch:
@@ -188,16 +186,6 @@ class PoolWriter:
             sealed=tuple(found[SlotState.SEALED]),
             writing=tuple(found[SlotState.WRITING]),
         )
-
-    def _used_slots(self, start: int, entry: SegmentEntry) -> list[int]:
-        """Indexes of the slots whose word is not 0 (one strided look: slots can be many)."""
-        count = geo.slots_per_segment(self._geometry, entry)
-        slot_bytes = entry.shape.slot_bytes
-        segment = self._buffer[start : start + count * slot_bytes]
-        self._lines.invalidate(self._buffer, start, len(segment))
-        self._lines.fence()
-        words = np.frombuffer(segment, dtype="<u8")[:: slot_bytes // 8]
-        return [int(index) for index in np.flatnonzero(words)]
 
     def _place(self, slot_offset: int) -> SlotPlace:
         segment = geo.segment_of(self._geometry, slot_offset)
