@@ -98,10 +98,10 @@ def _at_least(low: int) -> Callable[[object], int]:
     return convert
 
 
-def _milliseconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 60_000:
-        raise ValueError("a number of milliseconds from 0 to below 60000")
-    return float(value)
+def _milliseconds(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 60_000:
+        raise ValueError("a whole number of milliseconds from 0 to below 60000")
+    return value
 
 
 def _text(value: object) -> str:
@@ -259,8 +259,8 @@ class Settings:
             "what a load checks: the header only, or also a checksum over samples or all bytes",
         ),
     )
-    lookup_timeout_ms: float = field(
-        default=20.0,
+    lookup_timeout_ms: int = field(
+        default=20,
         metadata=_row(_milliseconds, "milliseconds", "after this time a lookup counts as no hit"),
     )
     log_timing: bool = field(
@@ -322,8 +322,6 @@ def _default_text(default: object) -> str:
             return str(default).lower()
         case "":
             return '`""`'
-        case float():
-            return f"{default:g}"
     return str(default)
 
 

@@ -62,7 +62,7 @@ def test_every_key_is_read_and_converted() -> None:
         cache_namespace="team-a",
         model_id="llama",
         verify=Verify.FULL,
-        lookup_timeout_ms=5.0,
+        lookup_timeout_ms=5,
         log_timing=True,
     )
     for f in dataclasses.fields(Settings):
@@ -114,7 +114,7 @@ def test_keys_of_other_connectors_are_left_alone(key: str) -> None:
         ("maru_pool_size", 0, "positive"),
         ("maru_pool_size", True, "positive"),
         ("maru_lookup_timeout_ms", -1, "milliseconds"),
-        ("maru_lookup_timeout_ms", float("nan"), "milliseconds"),
+        ("maru_lookup_timeout_ms", 1.5, "milliseconds"),
         ("maru_cache_namespace", 7, "a string"),
         ("maru_model_id", " ", "not empty"),
         ("maru_server_url", "http://host:1", "tcp://host:port"),
