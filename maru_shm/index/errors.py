@@ -6,11 +6,11 @@ from maru_shm.errors import MaruError
 from maru_shm.types import SessionId
 
 
-class IndexRefusal(MaruError):
+class IndexRefusalError(MaruError):
     """Base of what ``Index`` raises for a caller's mistake."""
 
 
-class UnknownSession(IndexRefusal):
+class UnknownSession(IndexRefusalError):
     """The session was never opened at this epoch, or has been closed."""
 
     def __init__(self, session: SessionId) -> None:
@@ -21,7 +21,7 @@ class UnknownSession(IndexRefusal):
         self.session = session
 
 
-class InvalidLength(IndexRefusal):
+class InvalidLength(IndexRefusalError):
     """A reservation asks for less than one byte."""
 
     def __init__(self, length: int) -> None:
@@ -29,7 +29,7 @@ class InvalidLength(IndexRefusal):
         self.length = length
 
 
-class UnknownPolicy(IndexRefusal):
+class UnknownPolicy(IndexRefusalError):
     """No eviction policy has this name."""
 
     def __init__(self, name: str, known: tuple[str, ...]) -> None:
