@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paged_cases import Case, cases
+from paged_cases import Case, Layer, cases
 
 from maru_kv_ops.errors import BlockOutOfRange, DuplicateBlock, ObjectTooSmall, ViewError
 from maru_kv_ops.layouts import CacheExtents, KVLayout, ObjectOrder, layout_strides
@@ -69,6 +69,39 @@ def test_a_plan_moves_exactly_the_bytes_of_its_blocks(direction: TransferDirecti
             assert copy.num_runs == sum(1 for _ in copy.runs())
 
     check()
+
+
+def layer(base: int, region: int = 0, **strides: int) -> Layer:
+    """A layer of 5 blocks, 2 heads and 2 tokens of 4 bytes, tight unless strides say otherwise."""
+    extents = {"B": 5, "K": 1, "P": 1, "H": 2, "N": 2}
+    tight = {"B": 16, "K": 16, "P": 16, "H": 8, "N": 4}
+    return Layer(region, base, extents, tight | strides, run=4, element=1)
+
+
+ALMOST_ALIKE = {
+    "heads further apart": (layer(0, B=48, H=16), layer(240, B=48, H=24)),
+    "tokens further apart": (layer(0, B=32, H=16), layer(160, B=32, H=16, N=8)),
+    "blocks further apart": (layer(0), layer(80, B=24)),
+    "a third layer out of step": (layer(0), layer(80), layer(176)),
+    "a third layer in another region": (layer(0), layer(80), layer(160, region=1)),
+    "one layer in each region": (layer(0), layer(80, region=1), layer(3, region=2)),
+}
+
+
+@pytest.mark.parametrize("direction", list(TransferDirection))
+@pytest.mark.parametrize("order", list(ObjectOrder))
+@pytest.mark.parametrize("layers", ALMOST_ALIKE.values(), ids=ALMOST_ALIKE.keys())
+def test_layers_that_are_almost_alike_are_not_taken_for_alike(
+    layers: tuple[Layer, ...], order: ObjectOrder, direction: TransferDirection
+) -> None:
+    case = Case(layers, (512, 512, 512), order, 4, 1, (1, 2, 4), object_base=5)
+    rng = random.Random(1)
+    regions = [rng.randbytes(size) for size in case.region_bytes]
+    objects = rng.randbytes(5 + case.chunk_bytes())
+
+    regions_after, objects_after, _ = replay(plan_of(case, direction), regions, objects)
+
+    assert (regions_after, objects_after) == case.expected(regions, objects, direction)
 
 
 # ---------------------------------------------------------------------------- lengths of runs
