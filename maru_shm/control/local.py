@@ -19,7 +19,13 @@ from enum import Enum, unique
 from maru_shm.control import messages as m
 from maru_shm.control.exchange import Exchange
 from maru_shm.control.service import Service
-from maru_shm.control.wire import ReplyFrame
+from maru_shm.control.wire import (
+    ReplyFrame,
+    decode_reply,
+    decode_request,
+    encode_reply,
+    encode_request,
+)
 from maru_shm.types import OwnerToken
 
 Clock = Callable[[], float]
@@ -120,6 +126,9 @@ class LocalTransport:
         """See ``Transport``."""
         if self._server.service is None:
             return False
+        self._drop_stale()
+        # Through the wire's bytes and back: what cannot be said there cannot be said here.
+        frame = decode_request(encode_request(request_id, request))
         delivery = self.deliver(request)
         if delivery.fate is Fate.DELIVERED:
             earliest = self._requests[-1].due if self._requests else 0
@@ -127,8 +136,8 @@ class LocalTransport:
                 _Travelling(
                     due=max(earliest, self._now + delivery.request_ticks),
                     incarnation=self._server.incarnation,
-                    request_id=request_id,
-                    request=request,
+                    request_id=frame.request_id,
+                    request=frame.request,
                     reply=None,
                     reply_ticks=delivery.reply_ticks,
                 )
@@ -138,11 +147,11 @@ class LocalTransport:
 
     def receive(self) -> ReplyFrame | None:
         """See ``Transport``."""
-        while self._replies and self._replies[0].due <= self._now:
+        self._drop_stale()
+        if self._replies and self._replies[0].due <= self._now:
             arrived = self._replies.popleft()
-            if arrived.incarnation == self._server.incarnation:
-                assert arrived.reply is not None
-                return ReplyFrame(arrived.request_id, arrived.reply)
+            assert arrived.reply is not None
+            return decode_reply(encode_reply(arrived.request_id, arrived.reply))
         return None
 
     def wait(self, timeout_s: float) -> None:
@@ -159,12 +168,17 @@ class LocalTransport:
             self._move()
         self._replies.clear()
 
+    def _drop_stale(self) -> None:
+        """What was on its way when the server went down is lost, both ways."""
+        for way in (self._requests, self._replies):
+            while way and way[0].incarnation != self._server.incarnation:
+                way.popleft()
+
     def _move(self) -> None:
-        while self._requests and self._requests[0].due <= self._now:
+        self._drop_stale()
+        service = self._server.service
+        while service is not None and self._requests and self._requests[0].due <= self._now:
             moving = self._requests.popleft()
-            service = self._server.service
-            if service is None or moving.incarnation != self._server.incarnation:
-                continue
             moving.reply = service.handle(moving.request)
             earliest = self._replies[-1].due if self._replies else 0
             moving.due = max(earliest, self._now + moving.reply_ticks)
