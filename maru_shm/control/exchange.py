@@ -40,7 +40,10 @@ handles a request in well under a millisecond, but its host may be swapping."""
 
 FIRST_RETRY_S = 0.001
 """A first connect takes about a millisecond; asking again costs next to nothing."""
-LAST_RETRY_S = 1.0
+LAST_RETRY_S = 0.1
+"""A send that finds nobody costs microseconds, and a starting server is found this much later."""
+REFUSED_RETRY_S = 2.0
+"""A server that refused the session will hardly change its mind, but another may take its place."""
 
 T = TypeVar("T")
 
@@ -483,8 +486,7 @@ class Exchange:
             if isinstance(reply, m.Refused):
                 self._refusal = RequestRefused(reply.code, reply.message)
             self._lose(f"it refused the session: {reply}")
-            self._retry_s = LAST_RETRY_S
-            self._next_hello_at = self._clock() + self._retry_s
+            self._next_hello_at = self._clock() + REFUSED_RETRY_S
             return
         self._refusal = None
         self._retry_s = FIRST_RETRY_S

@@ -65,6 +65,10 @@ class ScriptedOwners:
         """A name; no such file is made."""
         return f"local:{owner:016x}"
 
+    def watch(self, owner: OwnerToken) -> bool:
+        """See ``Owners``."""
+        return owner not in self.dead
+
     def reap(self, owner: OwnerToken) -> bool:
         """See ``Owners``."""
         return owner in self.dead

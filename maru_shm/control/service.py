@@ -136,6 +136,10 @@ class Service:
                 f"the session's lock file must be {expected}, not {request.lock_path}; client and "
                 "server must use the same runtime directory (MARU_RUNTIME_DIR)",
             )
+        if not self._owners.watch(request.owner):
+            return self.refuse(
+                m.ErrorCode.BAD_REQUEST, f"nobody holds the session's lock file {expected}"
+            )
         known = self._sessions.find(request.owner)
         session = self._sessions.open(request.owner, request.client)
         if known is None:

@@ -19,6 +19,7 @@ import fcntl
 import os
 from pathlib import Path
 
+from maru_shm.control.file_lock import still_names
 from maru_shm.errors import MaruError
 from maru_shm.types import OwnerToken
 
@@ -75,34 +76,44 @@ def join_session_lock(path: str | Path) -> SessionLock:
     return SessionLock(path, descriptor)
 
 
-def reap_session_lock(path: Path) -> bool:
-    """Whether nobody holds the lock file any more; if so it is removed. For the server."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    else:
+class SessionWatch:
+    """The server's eye on one lock file.
+
+    It keeps the file open: should something (a cleaner of temporary files) unlink it, the holders'
+    locks still count.
+    """
+
+    __slots__ = ("_descriptor", "_path")
+
+    def __init__(self, path: Path) -> None:
+        """Raises FileNotFoundError if there is no such file: then nobody lives."""
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def reap(self) -> bool:
+        """Whether nobody holds the file any more; if so it is removed, and this watch is over."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Looks used to whoever cleans temporary files by age.
+            os.utime(self._descriptor)
+            return False
         # Removed while the exclusive lock is held: whoever waits for the lock sees it gone.
-        path.unlink(missing_ok=True)
+        if still_names(self._path, self._descriptor):
+            self._path.unlink(missing_ok=True)
+        self.close()
         return True
-    finally:
-        os.close(descriptor)
+
+    def close(self) -> None:
+        """Stop watching."""
+        os.close(self._descriptor)
 
 
 def _hold(path: Path, descriptor: int) -> bool:
     """Take a shared lock; false (and closed) if the path no longer names this file."""
     # Waits only for a server's probe, which holds its lock for microseconds.
     fcntl.flock(descriptor, fcntl.LOCK_SH)
-    mine = os.fstat(descriptor)
-    try:
-        there = os.stat(path)
-    except FileNotFoundError:
-        there = None
-    if there is not None and (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+    if still_names(path, descriptor):
         return True
     os.close(descriptor)
     return False

@@ -8,12 +8,13 @@ session that it has, with all leases and reservations.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, unique
 from pathlib import Path
 from typing import Protocol
 
-from maru_shm.control.session_lock import reap_session_lock, session_lock_path
+from maru_shm.control.session_lock import SessionWatch, session_lock_path
 from maru_shm.types import OwnerToken, SessionId
 
 SESSION_COUNTER_BITS = 32
@@ -27,6 +28,9 @@ class Owners(Protocol):
     def lock_path(self, owner: OwnerToken) -> str:
         """Where that owner's proof of life must be."""
 
+    def watch(self, owner: OwnerToken) -> bool:
+        """Begin to watch an owner that opens a session; false if it gives no proof of life."""
+
     def reap(self, owner: OwnerToken) -> bool:
         """Whether the owner and all its workers are dead. Once true it stays true."""
 
@@ -38,24 +42,37 @@ class LockFiles:
         """``earlier_dirs``: where the pool's earlier server kept them, if elsewhere."""
         self._dir = sessions_dir
         self._earlier = tuple(earlier_dirs)
+        self._watches: dict[OwnerToken, SessionWatch] = {}
 
     def lock_path(self, owner: OwnerToken) -> str:
         """See ``Owners``."""
         return str(session_lock_path(self._dir, owner))
 
+    def watch(self, owner: OwnerToken) -> bool:
+        """See ``Owners``."""
+        return not self.reap(owner)
+
     def reap(self, owner: OwnerToken) -> bool:
         """See ``Owners``."""
-        return all(
-            reap_session_lock(session_lock_path(directory, owner))
-            for directory in (self._dir, *self._earlier)
-        )
+        watch = self._watches.pop(owner, None) or self._find(owner)
+        if watch is None or watch.reap():
+            return True
+        self._watches[owner] = watch
+        return False
 
-    def sweep(self) -> int:
-        """Remove the files that dead clients of earlier servers left; how many there were."""
-        removed = 0
+    def sweep(self) -> None:
+        """Remove the files that dead clients of earlier servers left."""
         for path in self._dir.glob("*.lock"):
-            removed += reap_session_lock(path)
-        return removed
+            with suppress(FileNotFoundError):
+                watch = SessionWatch(path)
+                if not watch.reap():
+                    watch.close()
+
+    def _find(self, owner: OwnerToken) -> SessionWatch | None:
+        for directory in (self._dir, *self._earlier):
+            with suppress(FileNotFoundError):
+                return SessionWatch(session_lock_path(directory, owner))
+        return None
 
 
 @unique
