@@ -7,7 +7,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from maru_shm.pool.pool import Pool, create_pool
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pool_cases import NOMINAL_BYTES, POOL_BYTES, SHAPE
+from pool_cases import NOMINAL_BYTES, POOL_BYTES, SHAPE, DaxStandIn
 
 
 @pytest.fixture
@@ -27,22 +26,6 @@ def shm_dir() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="maru-test-", dir="/dev/shm"))
     yield directory
     shutil.rmtree(directory)
-
-
-@dataclass(frozen=True)
-class DaxStandIn:
-    """An ordinary file in the place of a DAX device, and what sysfs says of it."""
-
-    path: Path
-    medium: DaxMedium
-
-    def say(self, attribute: str, value: str) -> None:
-        """Change a sysfs attribute."""
-        (self.sysfs / attribute).write_text(value)
-
-    @property
-    def sysfs(self) -> Path:
-        return self.path.parent / "sys/bus/dax/devices" / self.path.name
 
 
 @pytest.fixture

@@ -1,10 +1,14 @@
-"""The few effects that make an object in a test's pool."""
+"""The few effects that make an object in a test's pool, and a stand-in for a DAX device."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
 
 from maru_shm.index.effects import WriteReserved, WriteSealed
 from maru_shm.pool.checksum import part_checksum, part_range
 from maru_shm.pool.geometry import segment_offset
+from maru_shm.pool.medium import DaxMedium
 from maru_shm.pool.pool import Pool
 from maru_shm.types import Extent, Generation, Key, Namespace, OwnerToken, SlotShape
 
@@ -13,6 +17,22 @@ OWNER = OwnerToken(0x1234_5678_9ABC_DEF0)
 POOL_BYTES = 1 << 20
 NOMINAL_BYTES = 1 << 16
 SHAPE = SlotShape(slot_bytes=8192, payload_offset=4096)
+
+
+@dataclass(frozen=True)
+class DaxStandIn:
+    """An ordinary file in the place of a DAX device, and what sysfs says of it."""
+
+    path: Path
+    medium: DaxMedium
+
+    def say(self, attribute: str, value: str) -> None:
+        """Change a sysfs attribute."""
+        (self.sysfs / attribute).write_text(value)
+
+    @property
+    def sysfs(self) -> Path:
+        return self.path.parent / "sys/bus/dax/devices" / self.path.name
 
 
 def slot_offset(pool: Pool, slot: int, segment: int = 0, shape: SlotShape = SHAPE) -> int:
