@@ -24,12 +24,12 @@ import zmq
 from maru_shm.control import messages as m
 from maru_shm.control.address import check_url
 from maru_shm.control.embedded import BackgroundStart, EmbeddedServer
-from maru_shm.control.errors import BadFrame, Unreachable
+from maru_shm.control.errors import BadFrame
 from maru_shm.control.exchange import Exchange
-from maru_shm.control.plane import Connection
 from maru_shm.control.runtime_dir import RuntimeDir, find_runtime_dir, runtime_dir_of
 from maru_shm.control.session_lock import create_session_lock
 from maru_shm.control.wire import MAX_FRAME_BYTES, ReplyFrame, decode_reply, encode_request
+from maru_shm.errors import MaruError
 from maru_shm.types import OwnerToken
 
 _QUEUED_MESSAGES = 10_000
@@ -83,10 +83,15 @@ class SocketTransport:
         """See ``Transport``."""
         zmq.zmq_poll(self._readable, max(1, int(timeout_s * 1e3)))
 
-    def look_for_server(self) -> None:
+    def has_peer(self) -> bool:
+        """See ``Transport``. With ZMQ_IMMEDIATE a socket without a peer takes no message."""
+        events = self._socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        return bool(events & zmq.POLLOUT)
+
+    def look_for_server(self) -> MaruError | None:
         """See ``Transport``."""
-        if self._start is not None:
-            self._start.nudge()
+        return None if self._start is None else self._start.nudge()
 
     def close(self) -> None:
         """See ``Transport``."""
@@ -101,21 +106,11 @@ class Client(Exchange):
         self.url = url
         owner = OwnerToken(secrets.randbits(62) + 1)
         self._lock = create_session_lock(runtime.sessions, owner)
-        self._start = start
         super().__init__(
             SocketTransport(url, start),
             m.OpenSession(owner, str(self._lock.path), f"{who} (pid {os.getpid()})"),
             time.monotonic,
         )
-
-    def wait_connected(self, timeout_s: float) -> Connection:
-        """See ``Exchange``; raises ServerStartFailed too, if that is why there is no server."""
-        try:
-            return super().wait_connected(timeout_s)
-        except Unreachable:
-            if self._start is not None and self._start.error is not None:
-                raise self._start.error from None
-            raise
 
     def close(self) -> None:
         """Say goodbye and let go of everything, in well under a second. Idempotent.

@@ -194,29 +194,29 @@ class BackgroundStart:
         self._retry_s = _FIRST_RETRY_S
         self._next_at = 0.0
         self._complained = ""
-        self.error: MaruError | None = None
-        """Why the last attempt failed; None if it did not."""
+        self._error: MaruError | None = None
 
-    def nudge(self) -> None:
-        """Nobody answers: see to it. Returns at once."""
+    def nudge(self) -> MaruError | None:
+        """Nobody answers: see to it. Returns at once: why the last attempt failed, if it did."""
         now = time.monotonic()
         if (self._thread is not None and self._thread.is_alive()) or now < self._next_at:
-            return
+            return self._error
         if answers(self._server.runtime.url):
-            return
+            return None
+        self._error = None
         self._next_at = now + self._retry_s
         self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
         self._thread = threading.Thread(target=self._run, name="maru-start-server", daemon=True)
         self._thread.start()
+        return None
 
     def _run(self) -> None:
         try:
             find_or_start(self._server)
         except (MaruError, OSError, subprocess.SubprocessError) as error:
-            self.error = error if isinstance(error, MaruError) else ServerStartFailed(str(error))
+            self._error = error if isinstance(error, MaruError) else ServerStartFailed(str(error))
             if str(error) != self._complained:
                 self._complained = str(error)
                 log.warning("no Maru server, so all is a miss: %s", error)
         else:
-            self.error = None
             self._retry_s = _FIRST_RETRY_S

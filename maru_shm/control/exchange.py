@@ -4,7 +4,7 @@ Knows no sockets: a ``Transport`` carries messages, keeps their order, and may l
 together with the server. ``Client`` (ZeroMQ) and ``LocalPlane`` (in-process) are this class with a
 transport, so what is true of one in a simulation is true of the other in production.
 
-How a server's death is noticed: a send finds nobody there, or replies are overdue. Overdue replies
+How a server's death is noticed: the connection is gone, or replies are overdue. Overdue replies
 alone prove nothing (a slow server is no dead one), so the client first asks again for the session
 that it has. The same session back: all is well, nothing was lost. No answer for
 ``HELLO_TIMEOUT_S``: there is no server until one answers; asking goes on with a back-off. Another
@@ -27,9 +27,16 @@ from enum import Enum, unique
 from typing import Any, Generic, Protocol, TypeVar
 
 from maru_shm.control import messages as m
-from maru_shm.control.errors import BadFrame, ControlError, RequestRefused, Unreachable
+from maru_shm.control.errors import (
+    BadFrame,
+    ControlError,
+    RequestRefused,
+    ServerStartFailed,
+    Unreachable,
+)
 from maru_shm.control.plane import Connection
 from maru_shm.control.wire import ReplyFrame
+from maru_shm.errors import MaruError
 from maru_shm.types import Generation, Key, LeaseId, Namespace, SessionId
 
 log = logging.getLogger(__name__)
@@ -61,8 +68,13 @@ class Transport(Protocol):
     def wait(self, timeout_s: float) -> None:
         """Block until a reply may have arrived, at most ``timeout_s``."""
 
-    def look_for_server(self) -> None:
-        """Nobody answers: start a server if that is this client's duty. Never blocks or raises."""
+    def has_peer(self) -> bool:
+        """Whether somebody is connected who takes messages. Cheap, never blocks."""
+
+    def look_for_server(self) -> MaruError | None:
+        """Nobody answers: see to it that there is a server, if that is this client's duty.
+
+        Never blocks or raises; returns why the last attempt failed, if it did."""
 
     def close(self) -> None:
         """Let go of everything. Bounded."""
@@ -143,7 +155,7 @@ class Exchange:
         self._hello_deadline = 0.0
         self._next_hello_at = clock()
         self._retry_s = FIRST_RETRY_S
-        self._refusal: RequestRefused | None = None
+        self._trouble: MaruError | None = None
         # What must be given back to the server.
         self._unwanted_leases: list[tuple[int, LeaseId]] = []
         self._unwanted_generations: list[Generation] = []
@@ -158,6 +170,8 @@ class Exchange:
             return
         while (frame := self._transport.receive()) is not None:
             self._arrived(frame)
+        if self._connection is not None and not self._transport.has_peer():
+            self._lose_server("it hung up, or has stopped reading")
         now = self._clock()
         if now >= self._next_deadline:
             self._expire(now)
@@ -252,13 +266,14 @@ class Exchange:
     def wait_connected(self, timeout_s: float) -> Connection:
         """Wait until a session stands.
 
-        Raises Unreachable after ``timeout_s``, RequestRefused if the server refused the session.
+        Raises Unreachable after ``timeout_s``, RequestRefused if the server refused the session,
+        ServerStartFailed if it could not be started.
         """
         deadline = self._clock() + timeout_s
         self.poll()
         while (connection := self._connection) is None:
-            if self._refusal is not None:
-                raise self._refusal
+            if self._trouble is not None:
+                raise self._trouble
             self._wait(deadline, "no server answered")
         return connection
 
@@ -332,7 +347,7 @@ class Exchange:
             return pending
         if not sent:
             pending.fail(Unreachable("the server is gone, or has stopped reading"))
-            self._lose("a request could not be sent")
+            self._lose_server("a request could not be sent")
             return pending
         self._pending[request_id] = weakref.ref(pending)
         if pending.deadline < self._next_deadline:
@@ -345,7 +360,10 @@ class Exchange:
         may_retry = True
         while True:
             if self._connection is None:
-                self.wait_connected(deadline - self._clock())
+                try:
+                    self.wait_connected(deadline - self._clock())
+                except ServerStartFailed as failed:
+                    raise Unreachable(str(failed)) from None
             pending = submit(deadline - self._clock())
             while not pending.done():
                 self._wait(deadline, "no answer from the server", waits_for=pending)
@@ -396,7 +414,7 @@ class Exchange:
             reply.epoch != connection.epoch
             or (type(reply) is m.Refused and reply.code is m.ErrorCode.UNKNOWN_SESSION)
         ):
-            self._lose("the server was restarted")
+            self._lose_session("it was restarted")
 
     def give_back(self, reply: object) -> None:
         """Nobody will take this reply: what it grants goes back with the next ``poll``."""
@@ -460,7 +478,7 @@ class Exchange:
             if now < self._hello_deadline:
                 return
             self._hello_id = None
-            self._lose("it does not answer")
+            self._lose_server("it does not answer")
             self._back_off(now)
         if self._connection is None and now >= self._next_hello_at:
             self._send_hello(now)
@@ -471,24 +489,24 @@ class Exchange:
             self._hello_id = self._last_id
             self._hello_deadline = now + HELLO_TIMEOUT_S
         else:
-            self._lose("nobody is connected")
+            self._lose_server("nobody is connected")
             self._back_off(now)
 
     def _back_off(self, now: float) -> None:
         self._next_hello_at = now + self._retry_s
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
-        self._transport.look_for_server()
+        self._trouble = self._transport.look_for_server()
 
     def _hello_answered(self, reply: m.Reply) -> None:
         asked_as = self._hello_id
         self._hello_id = None
         if type(reply) is not m.SessionOpened:
             if isinstance(reply, m.Refused):
-                self._refusal = RequestRefused(reply.code, reply.message)
-            self._lose(f"it refused the session: {reply}")
+                self._trouble = RequestRefused(reply.code, reply.message)
+            self._lose_session(f"it refused the session: {reply}")
             self._next_hello_at = self._clock() + REFUSED_RETRY_S
             return
-        self._refusal = None
+        self._trouble = None
         self._retry_s = FIRST_RETRY_S
         before = self._connection
         self._connection = Connection(
@@ -510,7 +528,14 @@ class Exchange:
         for request_id in [known for known in self._aborting if known < asked_as]:
             self._unwanted_generations += self._aborting.pop(request_id)
 
-    def _lose(self, why: str) -> None:
+    def _lose_server(self, why: str) -> None:
+        """Nobody is there: what is under way will not be answered, or too late to be of use."""
+        self._lose_session(why)
+        self._hello_id = None
+        for waiting in self._drain_pending():
+            waiting.fail(Unreachable(f"the server was lost before it answered: {why}"))
+
+    def _lose_session(self, why: str) -> None:
         if self._connection is not None:
             log.warning("the Maru server is lost (%s); until one answers, all is a miss", why)
             self._connection = None

@@ -162,6 +162,10 @@ class LocalTransport:
         """See ``Transport``; whatever drives this process's time goes on by one step."""
         self._idle()
 
+    def has_peer(self) -> bool:
+        """See ``Transport``."""
+        return self._server.service is not None
+
     def look_for_server(self) -> None:
         """See ``Transport``: here the script starts servers."""
 

@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, unique
@@ -101,8 +101,16 @@ class ServerSettings:
         )
 
 
-def serve(settings: ServerSettings) -> None:
+def serve(
+    settings: ServerSettings,
+    *,
+    on_ready: Callable[[Pool], None] | None = None,
+    on_populate: Callable[[int, int], None] | None = None,
+) -> None:
     """Serve until a signal or the end of ``linger_s``. Returns after a clean stop.
+
+    ``on_ready(pool)`` is called once the socket is bound, in this thread; ``on_populate(done_bytes,
+    all_bytes)`` while the mapping is populated, in the populating thread.
 
     Raises MaruError (BadUrl, SocketInUse, PoolError, RuntimeDirUnusable) if it cannot start; then
     nothing was changed but directories made. Thread: the main one (it handles signals).
@@ -122,7 +130,7 @@ def serve(settings: ServerSettings) -> None:
         )
         owners.sweep()
         loop = ServerLoop(settings.url, service, settings.linger_s)
-        pool.start_populate()
+        pool.start_populate(on_populate)
         # The index holds many small objects without cycles; a full collection would visit them
         # all, in the middle of a request.
         gc.collect()
@@ -137,6 +145,8 @@ def serve(settings: ServerSettings) -> None:
             os.getpid(),
             1e3 * (time.perf_counter() - began),
         )
+        if on_ready is not None:
+            on_ready(pool)
         loop.run()
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 from maru_shm.control import messages as m
 from maru_shm.control.messages import ReserveItem
 from maru_shm.types import Extent, Key, Namespace, PartChecksum
@@ -36,3 +40,19 @@ def granted(reserved: m.Reserved) -> list[Extent]:
 
 def sealed(extents: list[Extent]) -> list[m.CommitItem]:
     return [m.CommitItem(extent.generation, (PartChecksum(1, 2),)) for extent in extents]
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process lives; one that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    """Poll for something that another process does; fails the test if it never comes."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
