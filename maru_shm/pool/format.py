@@ -216,6 +216,9 @@ class SlotState(IntEnum):
     SEALED = 2
 
 
+_USED_STATES: Final = {1: SlotState.WRITING, 2: SlotState.SEALED}
+
+
 def pack_word(generation: int, state: SlotState) -> int:
     """The word of a slot in ``state``; 0 for a free one."""
     return generation << 2 | state if state is not SlotState.FREE else 0
@@ -306,7 +309,8 @@ def unpack_header(seed: PoolSeed, place: SlotPlace, raw: Buffer) -> ObjectHeader
     """
     word, checksum, owner, packed, namespace, key, parent = _HEADER.unpack_from(raw)
     num_parts = packed >> 40 & 0xFFFF
-    if word & 3 not in (SlotState.WRITING, SlotState.SEALED):
+    state = _USED_STATES.get(word & 3)
+    if state is None:
         return None
     if num_parts > parts_capacity(place.shape):
         return None
@@ -319,7 +323,7 @@ def unpack_header(seed: PoolSeed, place: SlotPlace, raw: Buffer) -> ObjectHeader
     if not 0 < length <= place.payload_capacity or word >> 2 == 0:
         return None
     return ObjectHeader(
-        state=SlotState(word & 3),
+        state=state,
         generation=Generation(word >> 2),
         owner=OwnerToken(owner),
         length=length,

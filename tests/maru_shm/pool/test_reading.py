@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from pool_cases import SHAPE, reserve, seal, slot_offset, store
 
@@ -123,6 +125,42 @@ def test_a_view_in_place_says_at_its_end_that_the_object_was_replaced(
     happens(pool)  # type: ignore[operator]
     with pytest.raises(ObjectGone):
         context.__exit__(None, None, None)
+
+
+def test_readers_beside_a_server_that_evicts_all_the_time_never_use_a_wrong_byte(
+    pool: Pool,
+) -> None:
+    """Two readers copy whatever extent stands in the open; it is replaced under their eyes."""
+    current = [store(pool, bytes([1]) * 3000)]
+    stop = threading.Event()
+    wrong: list[bytes] = []
+    outcomes = {"read": 0, "gone": 0}
+
+    def read_on() -> None:
+        while not stop.is_set():
+            extent = current[0]
+            try:
+                data = read(pool, extent)
+            except ObjectGone:
+                outcomes["gone"] += 1
+                continue
+            outcomes["read"] += 1
+            if data != bytes([extent.generation & 0xFF]) * 3000:
+                wrong.append(data)
+
+    readers = [threading.Thread(target=read_on) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for counter in range(256, 1500):
+        pool.apply([WriteFree(slot_offset(pool, 0))])
+        extent = reserve(pool, slot=0, length=3000, counter=counter)
+        seal(pool, extent, bytes([counter & 0xFF]) * 3000)
+        current[0] = extent
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert wrong == []
+    assert outcomes["read"] > 0
 
 
 def test_a_view_in_place_is_read_only_and_void_afterwards(pool: Pool) -> None:
