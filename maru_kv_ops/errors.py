@@ -21,17 +21,17 @@ class ViewError(CopyError):
     """A tensor, or a set of axes, cannot be described as paged memory."""
 
 
-class BlockOutOfRange(CopyError):  # noqa: N818  (named for what happened, like its siblings)
+class BlockOutOfRange(CopyError):
     """A block id or a chunk position lies outside what the views describe."""
 
 
-class DuplicateBlock(CopyError):  # noqa: N818
+class DuplicateBlock(CopyError):
     """One load names the same block twice."""
 
 
-class ObjectTooSmall(CopyError):  # noqa: N818
+class ObjectTooSmall(CopyError):
     """The object has fewer bytes than one chunk of its layout needs."""
 
 
-class MemoryMismatch(CopyError):  # noqa: N818
+class MemoryMismatch(CopyError):
     """An executor was given fewer, smaller or other memories than its plan addresses."""

@@ -109,15 +109,17 @@ def _unit(copy: StridedCopy) -> int:
 def _as_rows(group: Sequence[StridedCopy], unit: int) -> Iterator[RowCopy]:
     residue = group[0].cache_starts[0] % unit
     pieces = [_offsets(copy, unit) for copy in group]
-    cache = np.concatenate([piece[0] for piece in pieces])
-    objects = np.concatenate([piece[1] for piece in pieces])
-    gaps = np.diff(objects)
+    cache, objects = pieces[0]
+    if len(pieces) > 1:
+        cache = np.concatenate([piece[0] for piece in pieces])
+        objects = np.concatenate([piece[1] for piece in pieces])
+    gaps = objects[1:] - objects[:-1]
     if (gaps < 0).any():
-        order = np.argsort(objects)
+        order = objects.argsort()
         cache, objects = cache[order], objects[order]
-        gaps = np.diff(objects)
+        gaps = objects[1:] - objects[:-1]
     rows = (cache - residue) // unit
-    bounds = [0, *(np.flatnonzero(gaps != unit) + 1).tolist(), int(rows.size)]
+    bounds = [0, *((gaps != unit).nonzero()[0] + 1).tolist(), int(rows.size)]
     for first, last in pairwise(bounds):
         yield RowCopy(
             region=group[0].region,
@@ -134,10 +136,10 @@ def _offsets(copy: StridedCopy, unit: int) -> tuple[Int64Array, Int64Array]:
     objects = np.array(copy.object_starts, dtype=np.int64)
     if copy.width > unit:
         inside = np.arange(0, copy.width, unit, dtype=np.int64)
-        cache = np.add.outer(cache, inside).reshape(-1)
-        objects = np.add.outer(objects, inside).reshape(-1)
+        cache = (cache[:, None] + inside).reshape(-1)
+        objects = (objects[:, None] + inside).reshape(-1)
     for repeat in reversed(copy.repeats):
-        steps = np.arange(repeat.count, dtype=np.int64)
-        cache = np.add.outer(steps * repeat.cache_stride, cache).reshape(-1)
-        objects = np.add.outer(steps * repeat.object_stride, objects).reshape(-1)
+        steps = np.arange(repeat.count, dtype=np.int64)[:, None]
+        cache = (steps * repeat.cache_stride + cache).reshape(-1)
+        objects = (steps * repeat.object_stride + objects).reshape(-1)
     return cache, objects

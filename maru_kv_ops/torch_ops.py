@@ -232,6 +232,7 @@ def move_rows(copy: RowCopy, direction: TransferDirection, memory: CopyMemory) -
 
     On a device a store gathers into a staging tensor there and copies that out in one piece, a load
     the other way round. Staging memory comes from torch's allocator and returns in stream order.
+    Where the object memory is not pinned, CUDA itself holds the calling thread during each copy.
     """
     region = memory.regions[copy.region]
     count = (region.numel() - copy.residue) // copy.unit

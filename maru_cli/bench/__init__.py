@@ -1,0 +1,1 @@
+"""What `maru bench` measures: one module each, free of command-line handling."""
