@@ -207,6 +207,52 @@ def test_continuations_used_on_their_own_keep_the_segment_of_their_head(rig: Rig
     assert rig.present("head", "tail", "a", "b") == {"head", "tail", "b"}
 
 
+def test_a_segment_that_was_used_is_not_weighed_before_one_that_was_not() -> None:
+    rig = Rig(geometry(num_segments=7))
+    for number in range(5):
+        rig.store_chain([(number, n) for n in range(3)], QUARTER)
+    rig.store("a", MIB)
+    rig.store("b", MIB)
+    for number in range(4):
+        rig.use(*((number, n) for n in range(3)))
+    rig.store("c", MIB)
+    assert rig.present("a", "b", (4, 0)) == {"a", "b"}
+
+
+def test_segments_in_use_do_not_hide_a_cold_one_for_long() -> None:
+    rig = Rig(geometry(num_segments=7))
+    for number in range(5):
+        rig.store_chain([(number, n) for n in range(3)], QUARTER)
+    rig.store("a", MIB)
+    rig.store("b", MIB)
+    rig.index.lookup_each(rig.session, NS, [key((number, 0)) for number in range(4)])
+    rig.store("c", MIB)
+    rig.store("d", MIB)
+    assert rig.present("a", "b", "c", "d", (4, 0)) == {"b", "c", "d"}
+
+
+def test_a_parent_passed_over_for_its_child_is_evicted_later_all_the_same(rig: Rig) -> None:
+    rig.store("parent", MIB)
+    for name in "bcd":
+        rig.store(name, MIB)
+    _, second = rig.reserve(item("x", MIB), item("child", 2 * MIB, "parent")).results
+    assert second.outcome is ReserveOutcome.TOO_LARGE
+    rig.store("y", MIB)
+    assert rig.present("parent", *"bcd") == {"c", "d"}
+
+
+def test_a_segment_that_the_last_lease_emptied_is_taken_before_anything_is_evicted(
+    rig: Rig,
+) -> None:
+    extents = [rig.store(name, MIB) for name in "abcd"]
+    held = rig.index.lookup_each(rig.session, NS, [key("a")]).lease
+    rig.medium.apply(rig.index.suspect(rig.session, [extents[0].generation]).effects)
+    assert held is not None
+    rig.index.release(rig.session, [held])
+    rig.store("small", QUARTER)
+    assert rig.present(*"abcd") == set("bcd")
+
+
 def test_an_empty_segment_returns_to_the_common_store(rig: Rig) -> None:
     for name in range(4):
         rig.store(name, MIB)

@@ -37,6 +37,16 @@ def test_chains_come_back_as_chains(rig: Rig) -> None:
     assert rig.present("head", "tail", "c", "d") == {"head", "c", "d"}
 
 
+def test_generations_are_in_order_again_although_slots_are_not(rig: Rig) -> None:
+    rig.store("a", 100)
+    rig.store("b", 100)
+    rig.medium.apply(rig.index.delete(rig.session, NS, [key("a")]).effects)
+    rig.store("c", 100)
+    rig.start()
+    rows = rig.index.list_objects(Generation(0), 10)
+    assert [row.key for row in rows] == [key("b"), key("c")]
+
+
 def test_reservations_of_the_dead_are_freed(rig: Rig) -> None:
     rig.grant("a", MIB)
     rig.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maru_shm.index.size_classes import LARGE_PAYLOAD_BYTES, payload_offset_for, shape_for
@@ -18,6 +18,7 @@ def segment_bytes(nominal: int) -> int:
 nominals = st.sampled_from([1 * MIB, 16 * MIB, 256 * MIB, 1024 * MIB])
 
 
+@settings(deadline=None)
 @given(nominals, st.data())
 def test_every_length_up_to_a_segments_payload_has_a_slot_that_holds_it(
     nominal: int, data: st.DataObject
@@ -31,6 +32,7 @@ def test_every_length_up_to_a_segments_payload_has_a_slot_that_holds_it(
     assert shape.slot_bytes % 64 == 0
 
 
+@settings(deadline=None)
 @given(nominals, st.integers(LARGE_PAYLOAD_BYTES, 1024 * MIB))
 def test_large_payloads_are_page_aligned_and_rounding_wastes_at_most_a_sixteenth(
     nominal: int, length: int
@@ -44,6 +46,7 @@ def test_large_payloads_are_page_aligned_and_rounding_wastes_at_most_a_sixteenth
     assert shape.slot_bytes - shape.payload_offset - length < max(4096, length / 16)
 
 
+@settings(deadline=None)
 @given(st.integers(1, LARGE_PAYLOAD_BYTES - 1))
 def test_small_payloads_waste_less_than_a_cache_line_or_a_sixteenth(length: int) -> None:
     shape = shape_for(length, segment_bytes(MIB))
@@ -52,6 +55,7 @@ def test_small_payloads_waste_less_than_a_cache_line_or_a_sixteenth(length: int)
     assert shape.slot_bytes - 256 - length < max(64, length / 16)
 
 
+@settings(deadline=None)
 @given(nominals, st.integers(1, 64 * MIB))
 def test_the_same_slot_serves_its_whole_class(nominal: int, length: int) -> None:
     shape = shape_for(length, segment_bytes(nominal))
