@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, unique
 from typing import Protocol
 
@@ -41,6 +41,8 @@ class CopyResult:
     """Of the part that a store wrote."""
     suspect_generations: tuple[int, ...] = ()
     """Objects that failed a check in a load."""
+    seconds: float = 0.0
+    """From the start of the task's work to its end, checks included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +175,9 @@ class ThreadCopyRunner:
 
 def run_task(task: CopyTask) -> CopyResult:
     """Run a task; whatever it raises becomes a FAILED result and one line in the log."""
+    began = time.perf_counter()
     try:
-        return task.run()
+        return replace(task.run(), seconds=time.perf_counter() - began)
     except Exception:
         logger.exception(
             "maru: %s job %d failed; the request recomputes what it wanted to load, a chunk to "

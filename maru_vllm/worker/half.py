@@ -62,14 +62,19 @@ class WorkerHalf:
         runner: CopyRunner,
         executor: Executor,
         mapping: PoolMapping,
+        job_log_level: int = logging.DEBUG,
     ) -> None:
-        """``rank``: this worker's tensor-parallel rank. Owns runner, executor and mapping."""
+        """``rank``: this worker's tensor-parallel rank. Owns runner, executor and mapping.
+
+        ``job_log_level``: each job's end is logged with its duration at this level.
+        """
         self._layout = layout
         self._share = layout.share_of(rank)
         self._verify = verify
         self._runner = runner
         self._executor = executor
         self._mapping = mapping
+        self._job_log_level = job_log_level
         self._book = JobBook(self._share.part)
         self._once = OncePerKind(logger)
         self._context: CopyContext | None = None
@@ -203,6 +208,14 @@ class WorkerHalf:
 
     def _take_results(self) -> None:
         for result in self._runner.poll():
+            logger.log(
+                self._job_log_level,
+                "maru: %s job %d: %s after %.2f ms",
+                result.kind.name.lower(),
+                result.job_id,
+                result.outcome.name.lower(),
+                result.seconds * 1e3,
+            )
             self._book.finish(result)
             mapped = self._in_use.pop((result.kind, result.job_id), None)
             if mapped is not None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
-from maru_shm.control.session_lock import SessionLock, join_session_lock
+from maru_shm.control.session_lock import join_session_lock
 from maru_shm.errors import MaruError
 from maru_shm.pool.pool import Pool, open_pool
 from maru_vllm.metadata import PoolRef
@@ -25,10 +26,17 @@ RETRY_S = 1.0
 """After a pool could not be mapped, jobs fail without another try for this long."""
 
 
+class Hold(Protocol):
+    """Proof that this worker may write: a session lock, or a stand-in for one."""
+
+    def close(self) -> None:
+        """Give the hold up."""
+
+
 class MappedPool:
     """One mapped pool, with the session lock held. Counted by the worker's thread."""
 
-    def __init__(self, pool: Pool, lock: SessionLock) -> None:
+    def __init__(self, pool: Pool, lock: Hold) -> None:
         self.pool = pool
         self.objects = torch.frombuffer(pool.mapping.buffer, dtype=torch.uint8)
         """All bytes of the pool, as executors take them."""
