@@ -69,15 +69,15 @@ class SocketTransport:
 
     def receive(self) -> ReplyFrame | None:
         """See ``Transport``. Frames that are no replies of this protocol are dropped."""
-        while True:
+        # Asking first is cheaper than the exception of a receive in vain.
+        while self._events() & zmq.POLLIN:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.ZMQError:
+                return decode_reply(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
                 return None
-            try:
-                return decode_reply(frame)
             except BadFrame:
                 continue
+        return None
 
     def wait(self, timeout_s: float) -> None:
         """See ``Transport``."""
@@ -85,9 +85,11 @@ class SocketTransport:
 
     def has_peer(self) -> bool:
         """See ``Transport``. With ZMQ_IMMEDIATE a socket without a peer takes no message."""
-        events = self._socket.getsockopt(zmq.EVENTS)
-        assert isinstance(events, int)
-        return bool(events & zmq.POLLOUT)
+        return bool(self._events() & zmq.POLLOUT)
+
+    def _events(self) -> int:
+        events: int = self._socket.getsockopt(zmq.EVENTS)  # type: ignore[assignment]
+        return events
 
     def look_for_server(self) -> MaruError | None:
         """See ``Transport``."""
