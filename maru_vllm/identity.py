@@ -35,6 +35,10 @@ Inputs = tuple[object, ...] | None
 """What counts for a token range beside its ids: LoRA, images, salt, embeddings; None for none."""
 
 
+class InputsNotYet(Exception):
+    """An input of the request is still being found out in the background; ask again later."""
+
+
 class KeyedRequest(Protocol):
     """The part of ``vllm.v1.request.Request`` that the chain itself reads."""
 
@@ -56,7 +60,7 @@ class InputsOf(Protocol):
         """The inputs of tokens ``[start, end)`` and the cursor for the range that follows.
 
         ``cursor`` is 0 for a range that starts at 0. Raises UnencodableError where the request
-        has an input that no key can stand for.
+        has an input that no key can stand for, InputsNotYet where that is not known yet.
         """
 
 
@@ -138,16 +142,18 @@ class RequestKeys:
 
     def extend(self) -> Sequence[Key]:
         """Keys of all full chunks of the tokens known now, in order. Never raises for what the
-        request holds: a request with an input that no key can stand for has no keys."""
-        if self._refused:
-            return self._keys
+        request holds: a chunk with an input that no key can stand for has no key, nor has any after
+        it; while an input is still being found out, keys end before it and go on later."""
         size = self._chain.chunk_tokens
         tokens = self._request.all_token_ids
         turn = self._current_turn()
         if turn != self._turn or len(tokens) < len(self._keys) * size:
             self._keys = []
             self._cursor = 0
+            self._refused = False
             self._turn = turn
+        if self._refused:
+            return self._keys
         try:
             for start in range(len(self._keys) * size, len(tokens) - size + 1, size):
                 end = start + size
@@ -156,9 +162,10 @@ class RequestKeys:
                 )
                 parent = self._keys[-1] if self._keys else self._chain.namespace
                 self._keys.append(chunk_key(parent, tokens[start:end], inputs))
+        except InputsNotYet:
+            pass
         except UnencodableError as refusal:
             self._refused = True
-            self._keys = []
             self._chain.log_refusal(self._request, str(refusal))
         return self._keys
 

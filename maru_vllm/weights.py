@@ -118,10 +118,15 @@ def _dummy_rule(model_config: ModelConfig) -> tuple[object, ...]:
 
 
 def _root(model: _Model) -> tuple[Path, bool]:
-    """The model's directory or single file, and whether the hub's cache holds it. Entries of
-    that cache never change once written, and the engine itself may just have written them."""
     # model_weights is set where configuration and weights come from unlike places.
     name = getattr(model.model_config, "model_weights", "") or model.model_config.model
+    return local_root(name, model.model_config.revision, model.load_config.download_dir)
+
+
+def local_root(name: str, revision: str | None, download_dir: str | None) -> tuple[Path, bool]:
+    """The directory or single file that ``name`` stands for on this host, and whether the hub's
+    cache holds it. Entries of that cache never change once written, and the engine itself may
+    just have written them. Downloads nothing. Raises WeightsUnknown."""
     if Path(name).exists():
         return Path(name), False
     if "://" in name or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
@@ -131,10 +136,7 @@ def _root(model: _Model) -> tuple[Path, bool]:
 
     try:
         snapshot = snapshot_download(
-            name,
-            revision=model.model_config.revision,
-            cache_dir=model.load_config.download_dir,
-            local_files_only=True,
+            name, revision=revision, cache_dir=download_dir, local_files_only=True
         )
     except (LocalEntryNotFoundError, HFValidationError) as error:
         raise WeightsUnknown(

@@ -156,12 +156,17 @@ def test_a_session_that_takes_tokens_back_starts_its_chain_over() -> None:
     assert list(keys.extend()) == keys_of([1, 2, 3, 4, 5, 6, 7, 9, 10])
     del request.all_token_ids[3:]
     assert list(keys.extend()) == []
+    request.all_token_ids += [-1] * 9
+    assert list(keys.extend()) == []
+    request.all_token_ids[:] = [5] * 8
+    request.arrival_time = 1.0
+    assert list(keys.extend()) == keys_of([5] * 8)
 
 
 @pytest.mark.parametrize(
     ("token", "inputs"), [(-1, None), (2**32, None), (0, (object(),)), (0, (("mm", {1}),))]
 )
-def test_a_request_that_no_key_can_stand_for_has_none_and_is_logged_once(
+def test_chunks_from_an_input_on_that_no_key_can_stand_for_have_none_and_it_is_logged_once(
     token: int, inputs: Inputs, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = chain()
@@ -169,8 +174,9 @@ def test_a_request_that_no_key_can_stand_for_has_none_and_is_logged_once(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             keys = shared.follow(request)
-            assert list(keys.extend()) == []
-            assert list(keys.extend()) == []
+            assert list(keys.extend()) == keys_of([1] * 4)
+            request.all_token_ids += [1] * 4
+            assert list(keys.extend()) == keys_of([1] * 4)
     assert len(caplog.records) == 1
     assert "request r" in caplog.text
     with pytest.raises(UnencodableError):

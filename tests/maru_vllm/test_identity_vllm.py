@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from maru_shm.types import Namespace
+from maru_vllm.adapters import AdapterContents
+from maru_vllm.extra_inputs import VllmInputs
 from maru_vllm.identity import ChunkChain
 
 CHUNK = 8
@@ -51,8 +54,16 @@ def embeds(seed: int = 0, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return bits.to(torch.int16).view(dtype)
 
 
+class KnownAdapters(AdapterContents):
+    """Every adapter has the same contents; test_identity_adapters.py has real files."""
+
+    def fingerprint(self, lora: LoRARequest, *, begins: bool) -> bytes:
+        return bytes(32)
+
+
 def keys(of: Request, namespace: bytes = bytes(32)) -> list[bytes]:
-    return list(ChunkChain(Namespace(namespace), CHUNK).follow(of).extend())
+    inputs_of = VllmInputs(KnownAdapters())
+    return list(ChunkChain(Namespace(namespace), CHUNK, inputs_of).follow(of).extend())
 
 
 def embedded(**changes: Any) -> Request:
@@ -167,6 +178,7 @@ def test_decoded_tokens_extend_the_chain_past_embeddings() -> None:
 
 _PRINT_KEYS = """
 import sys
+import time
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -180,25 +192,29 @@ init_none_hash(algorithm)
 image = MultiModalFeatureSpec(None, "image", "9f86" * 16, PlaceholderRange(offset=10, length=40))
 request = Request(
     "r", list(range(192)), SamplingParams(max_tokens=4), None, mm_features=[image],
-    lora_request=LoRARequest("sql", 1, "/adapters/sql"), cache_salt="salt",
+    lora_request=LoRARequest("sql", 1, sys.argv[3]), cache_salt="salt",
     block_hasher=get_request_block_hasher(block_size, algorithm),
 )
-keys = ChunkChain(bytes(32), 64).follow(request).extend()
+chain = ChunkChain(bytes(32), 64).follow(request)
+while not (keys := chain.extend()):
+    time.sleep(0.01)
 print(*(key.hex() for key in keys), len(request.block_hashes), request.block_hashes[0].hex())
 """
 
 
 def test_processes_with_other_seeds_block_sizes_and_hash_algorithms_agree(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """B18. One of the two processes is this one."""
+    adapter = str(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"adapter")
     seed_here = os.environ.get("PYTHONHASHSEED", "random")
     with monkeypatch.context() as patched:
-        patched.setattr(sys, "argv", ["", "16", "sha256"])
+        patched.setattr(sys, "argv", ["", "16", "sha256", adapter])
         exec(_PRINT_KEYS, {})
     here = capsys.readouterr().out.split()[-5:]
     there = subprocess.run(
-        [sys.executable, "-c", _PRINT_KEYS, "32", "xxhash_cbor"],
+        [sys.executable, "-c", _PRINT_KEYS, "32", "xxhash_cbor", adapter],
         env=os.environ | {"PYTHONHASHSEED": "2" if seed_here == "1" else "1"},
         capture_output=True,
         text=True,
