@@ -195,7 +195,11 @@ class ServerLoop:
                     self.stop(f"{self._linger_s:.0f} s without a session")
             log.info("leaving: %s", self._stopping_for)
         finally:
-            self._context.destroy(linger=100)
+            self.close()
+
+    def close(self) -> None:
+        """Close the socket; replies on their way have a moment to leave."""
+        self._context.destroy(linger=100)
 
     def _serve_one(self) -> None:
         try:
@@ -212,13 +216,14 @@ class ServerLoop:
                 code = m.ErrorCode.BAD_REQUEST
                 if isinstance(error, WrongVersion):
                     code = m.ErrorCode.WRONG_VERSION
-                self._send(sender, error.request_id, self._service.refuse(code, str(error)))
+                self.send(sender, error.request_id, self._service.refuse(code, str(error)))
             return
         reply = self._service.handle(received.request)
-        if not self._send(sender, received.request_id, reply):
+        if not self.send(sender, received.request_id, reply):
             self._service.take_back(received.request, reply)
 
-    def _send(self, receiver: bytes, request_id: int, reply: m.Reply) -> bool:
+    def send(self, receiver: bytes, request_id: int, reply: m.Reply) -> bool:
+        """Send a reply; false if its receiver is not connected any more, or does not read."""
         try:
             frame = encode_reply(request_id, reply)
         except ValueError as error:

@@ -86,8 +86,7 @@ class ReplyFrame:
 
 def encode_request(request_id: int, request: m.Request) -> bytes:
     """The frame of ``request``. Raises ValueError if it breaks a bound of this module."""
-    kind, put = _REQUEST_ENCODERS[type(request)]
-    return _pack([PROTOCOL_VERSION, kind, request_id, *put(request)])
+    return _encode(request_id, request, _REQUEST_ENCODERS)
 
 
 def decode_request(frame: bytes) -> RequestFrame:
@@ -98,8 +97,7 @@ def decode_request(frame: bytes) -> RequestFrame:
 
 def encode_reply(request_id: int, reply: m.Reply) -> bytes:
     """The frame of ``reply``. Raises ValueError if it breaks a bound of this module."""
-    kind, put = _REPLY_ENCODERS[type(reply)]
-    return _pack([PROTOCOL_VERSION, kind, request_id, *put(reply)])
+    return _encode(request_id, reply, _REPLY_ENCODERS)
 
 
 def decode_reply(frame: bytes) -> ReplyFrame:
@@ -112,8 +110,14 @@ def decode_reply(frame: bytes) -> ReplyFrame:
 # ------------------------------------------------------------------------- frames
 
 
-def _pack(parts: list[Any]) -> bytes:
-    frame: bytes = msgpack.packb(parts)
+def _encode(
+    request_id: int, message: object, encoders: dict[type, tuple[int, Callable[[Any], Fields]]]
+) -> bytes:
+    kind, put = encoders[type(message)]
+    try:
+        frame: bytes = msgpack.packb([PROTOCOL_VERSION, kind, request_id, *put(message)])
+    except (struct.error, OverflowError) as error:
+        raise ValueError(f"a number does not fit its 64 bits: {error}") from None
     if len(frame) > MAX_FRAME_BYTES:
         raise ValueError(
             f"message of {len(frame)} bytes is longer than a frame may be ({MAX_FRAME_BYTES}); "
