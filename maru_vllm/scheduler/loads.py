@@ -30,7 +30,7 @@ UNLOADABLE = Extent(offset=0, length=0, generation=Generation(0))
 """No object has generation 0: a load of it fails its check and the request is recomputed."""
 
 
-class BlocksMismatch(Exception):  # noqa: N818 - says what it is
+class BlocksMismatch(Exception):
     """The engine allocated fewer blocks than the tokens that it was promised."""
 
 

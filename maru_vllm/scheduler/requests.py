@@ -54,7 +54,7 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
 }
 
 
-class IllegalTransition(Exception):  # noqa: N818 - says what it is
+class IllegalTransition(Exception):
     """The engine called its hooks in an order that this table does not know."""
 
 

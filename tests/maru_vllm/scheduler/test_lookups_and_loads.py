@@ -224,6 +224,7 @@ def test_a_grant_that_grew_old_in_the_queue_is_asked_anew(engine):
     engine.plane.found = 2
     assert engine.half.matched_tokens(request, 0) == (16, True)
     engine.step()
+    engine.step()
     assert engine.plane.requests("release") == [(1,)]
 
 

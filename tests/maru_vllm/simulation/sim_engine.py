@@ -1,0 +1,403 @@
+"""One simulated engine: vLLM's own scheduler, our two halves, and a model runner that is a rule.
+
+Only the model, the copy thread and the clock are made up. The scheduler, its block pool, the
+connector's halves, the copy plans, the pool and the server's logic are the real ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from copies import ScriptedCopies
+from model_runner import Device, ModelRunner, PagedCache, layer_name
+from oracle import BLOCK_SIZE, CHUNK_TOKENS, HEADS, LAYERS, OBJECT_BYTES, Oracle
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from maru_kv_ops.torch_ops import TorchExecutor
+from maru_shm.control.plane import ControlPlane
+from maru_shm.pool.pool import open_pool
+from maru_shm.pool.reading import Verify
+from maru_shm.types import Generation, Namespace
+from maru_vllm.identity import ChunkChain
+from maru_vllm.layout import chunk_layout
+from maru_vllm.metadata import MaruConnectorMetadata, PoolRef
+from maru_vllm.scheduler.half import SchedulerHalf
+from maru_vllm.scheduler.keys import ChainWhenKnown
+from maru_vllm.scheduler.shape import ChunkShape
+from maru_vllm.worker.half import WorkerHalf
+from maru_vllm.worker.mapping import MappedPool, PoolMapping
+
+NAMESPACE = Namespace(b"simulated model, simulated bytes")
+MAX_MODEL_LEN = 256
+
+
+@dataclass
+class Settings:
+    """What the scheduler half reads of the operator's settings."""
+
+    async_load: bool = True
+    store_decode: bool = True
+    lookup_timeout_ms: float = 20.0
+    log_timing: bool = False
+
+
+class MaruSimConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's scheduler-side hooks over a half that the simulation made."""
+
+    next_half: SchedulerHalf | None = None
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        half = MaruSimConnector.next_half
+        assert half is not None
+        self.half = half
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.half.bind_block_table(lambda request_id: kv_cache_manager.get_block_ids(request_id)[0])
+
+    def on_new_request(self, request: Request) -> None:
+        self.half.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self.half.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Any, num_external_tokens: int
+    ) -> None:
+        self.half.blocks_allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MaruConnectorMetadata:
+        return self.half.build_step_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.half.take_worker_output(connector_output)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.half.finished(request, block_ids[0]), None
+
+    def has_pending_push_work(self) -> bool:
+        return self.half.has_pending_work()
+
+    def reset_cache(self) -> bool | None:
+        return self.half.reset_cache()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("the worker half is called directly")
+
+    wait_for_layer_load = save_kv_layer = wait_for_save = start_load_kv  # type: ignore[assignment]
+
+
+@functools.cache
+def _vllm_config(async_scheduling: bool) -> VllmConfig:
+    folder = Path(tempfile.mkdtemp(prefix="maru-sim-model-"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": 100,
+        "max_position_embeddings": MAX_MODEL_LEN,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return VllmConfig(
+        model_config=ModelConfig(
+            model=str(folder),
+            tokenizer=str(folder),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=MAX_MODEL_LEN,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            max_model_len=MAX_MODEL_LEN,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=async_scheduling,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="MaruSimConnector",
+            kv_connector_module_path="sim_engine",
+            kv_role="kv_both",
+        ),
+        device_config=DeviceConfig("cpu"),
+    )
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine is set up."""
+
+    num_blocks: int = 64
+    tokens_per_step: int = 64
+    prefix_caching: bool = True
+    async_scheduling: bool = False
+    load_failure_policy: str = "recompute"
+    verify: Verify = Verify.HEADER
+    store_decode: bool = True
+
+
+@dataclass(frozen=True)
+class _Executed:
+    """A step that was launched and whose output the scheduler has not seen."""
+
+    output: SchedulerOutput
+    result: ModelRunnerOutput
+    place: int
+    """Where its forward ends in the device's queue."""
+
+
+class NoLock:
+    """Stands for the session's lock: in here the script says who lives."""
+
+    def close(self) -> None:
+        return
+
+
+def _map_pool(ref: PoolRef) -> MappedPool:
+    return MappedPool(open_pool(ref.path, ref.medium, expect_uuid=ref.uuid), NoLock())  # type: ignore[arg-type]
+
+
+class SimEngine:
+    """One engine, stepped by hand."""
+
+    def __init__(
+        self,
+        name: str,
+        plane: ControlPlane,
+        oracle: Oracle,
+        clock: Callable[[], float],
+        options: EngineOptions,
+    ) -> None:
+        self.name = name
+        self.options = options
+        self.oracle = oracle
+        self.plane = plane
+        self.copies = ScriptedCopies()
+        self.device = Device()
+        self.late_forward = False
+        """Whether forwards run as late as the engine allows: when their tokens are needed."""
+        self.answers: dict[str, list[int]] = {}
+        """Tokens that were delivered, by request."""
+        self.finish_reasons: dict[str, str] = {}
+        self.hits: dict[str, int] = {}
+        """Tokens that were loaded from the pool for a request when it was last admitted."""
+        self.written_to: set[Generation] = set()
+        """Space that a worker was told to write to."""
+        self.half, self.worker, self.cache, self.scheduler = self._build(plane, clock)
+        self._runner = ModelRunner(oracle, self.cache, self.device)
+        self._in_flight: deque[_Executed] = deque()
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+
+    def _build(
+        self, plane: ControlPlane, clock: Callable[[], float]
+    ) -> tuple[SchedulerHalf, WorkerHalf, PagedCache, Scheduler]:
+        options = self.options
+        spec = FullAttentionSpec(
+            block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=2, dtype=torch.float32
+        )
+        kv_cache_config = KVCacheConfig(
+            num_blocks=options.num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec([layer_name(i) for i in range(LAYERS)], spec)],
+            kv_cache_layout="LBHNC",
+        )
+        layout = chunk_layout(kv_cache_config, "LBHNC", CHUNK_TOKENS, tensor_parallel_size=1)
+        assert layout.object_bytes == OBJECT_BYTES
+        shape = ChunkShape(CHUNK_TOKENS, BLOCK_SIZE, OBJECT_BYTES, num_parts=1, num_ranks=1)
+        chain = ChunkChain(NAMESPACE, CHUNK_TOKENS)
+        half = SchedulerHalf(
+            plane,
+            ChainWhenKnown(lambda: chain),
+            shape,
+            Settings(store_decode=options.store_decode),
+            clock,
+        )
+        worker = WorkerHalf(
+            layout,
+            rank=0,
+            verify=options.verify,
+            runner=self.copies,
+            executor=TorchExecutor(),
+            mapping=PoolMapping(_map_pool, clock),
+        )
+        cache = PagedCache(options.num_blocks)
+        worker.register_kv_caches(cache.tensors())
+        worker._order = self.device
+        return half, worker, cache, self._scheduler(half, kv_cache_config)
+
+    def _scheduler(self, half: SchedulerHalf, kv_cache_config: KVCacheConfig) -> Scheduler:
+        options = self.options
+        config = copy.copy(_vllm_config(options.async_scheduling))
+        config.scheduler_config = copy.copy(config.scheduler_config)
+        config.scheduler_config.max_num_batched_tokens = options.tokens_per_step
+        config.cache_config = copy.copy(config.cache_config)
+        config.cache_config.num_gpu_blocks = options.num_blocks
+        config.cache_config.enable_prefix_caching = options.prefix_caching
+        assert config.kv_transfer_config is not None
+        config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+        config.kv_transfer_config.kv_load_failure_policy = options.load_failure_policy  # type: ignore[assignment]
+        init_none_hash(sha256)
+        MaruSimConnector.next_half = half
+        kind = AsyncScheduler if options.async_scheduling else Scheduler
+        return kind(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+            log_stats=True,
+        )
+
+    # ------------------------------------------------------------------ requests
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> None:
+        """A request arrives."""
+        request = Request(
+            request_id,
+            list(prompt),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            None,
+            block_hasher=self._hasher,
+        )
+        self.answers[request_id] = []
+        self.scheduler.add_request(request)
+
+    def abort(self, request_id: str) -> None:
+        """The client is gone."""
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def status(self, request_id: str) -> RequestStatus | None:
+        """None once vLLM has forgotten the request."""
+        request = self.scheduler.requests.get(request_id)
+        return None if request is None else request.status
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def has_work(self) -> bool:
+        """Whether vLLM would go on stepping."""
+        return self.scheduler.has_requests() or bool(self._in_flight)
+
+    def step(self) -> None:
+        """One step as the engine core does it: schedule, execute, take in what is finished."""
+        output = self.scheduler.schedule()
+        self._in_flight.append(self._execute(output))
+        depth = 2 if self.options.async_scheduling else 1
+        while self._in_flight and (
+            len(self._in_flight) >= depth or not output.total_num_scheduled_tokens
+        ):
+            self._update(self._in_flight.popleft())
+
+    def drain(self) -> None:
+        """Take in the outputs of all steps that were executed."""
+        while self._in_flight:
+            self._update(self._in_flight.popleft())
+
+    def _execute(self, output: SchedulerOutput) -> _Executed:
+        metadata = output.kv_connector_metadata
+        assert isinstance(metadata, MaruConnectorMetadata)
+        for job in metadata.loads:
+            self.hits[job.request_id] = BLOCK_SIZE * sum(len(c.block_ids) for c in job.chunks)
+        self.written_to.update(job.chunk.extent.generation for job in metadata.stores)
+        self.worker.handle_preemptions(metadata)
+        manager = self.scheduler.kv_cache_manager
+        sampled = self._runner.forward(
+            output, self.scheduler.requests, lambda r: list(manager.get_block_ids(r)[0])
+        )
+        if not self.late_forward:
+            self.device.synchronize()
+        self.worker.start_load_kv(metadata)
+        self.worker.wait_for_save(metadata)
+        self.copies.end_of_step()
+        reports = self.worker.transfer_results()
+        connector_output = KVConnectorOutput(
+            finished_sending=set(reports.finished_sending),
+            finished_recving=set(reports.finished_recving),
+            failed_recving=set(reports.failed_recving),
+            kv_connector_worker_meta=self.worker.worker_meta(),
+        )
+        ids = list(sampled)
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=[sampled[request_id] for request_id in ids],
+            kv_connector_output=connector_output,
+        )
+        return _Executed(output, result, len(self.device.queue))
+
+    def _update(self, step: _Executed) -> None:
+        self.device.run_to(step.place)  # its tokens are known, so its forward is over
+        for outputs in self.scheduler.update_from_output(step.output, step.result).values():
+            for answer in outputs.outputs:
+                self.answers[answer.request_id] += answer.new_token_ids
+                if answer.finish_reason is not None:
+                    self.finish_reasons[answer.request_id] = str(answer.finish_reason)
+
+    # ------------------------------------------------------------------ ends
+
+    def check_empty(self) -> None:
+        """Nothing is left in the scheduler, in its block pool, or in our halves."""
+        scheduler = self.scheduler
+        assert not scheduler.requests, f"{self.name}: requests left: {list(scheduler.requests)}"
+        assert not scheduler.running
+        assert scheduler.get_request_counts() == (0, 0)
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert free == self.options.num_blocks - 1, f"{self.name}: {free} blocks free"
+        assert not self.half.has_pending_work()
+        assert not self.half._requests
+        assert not self.half._lookups._lookups
+        assert not self.half._stores._wanted
+        assert self.worker._book.idle
+        stats = self.half.take_stats()
+        errors = 0 if stats is None else stats.data.get("internal_errors", 0)
+        assert errors == 0, f"{self.name}: {errors} internal errors"

@@ -1,0 +1,264 @@
+"""Random scripts: anything an engine, its clients, its copy thread and the server may do, in any
+order, on block pools too small for it. The oracle watches every byte; at the end nothing is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from copies import Pace
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from sim_engine import EngineOptions
+from simulation import Simulation
+from vllm.v1.request import RequestStatus
+
+from maru_shm.control.local import Delivery, Fate
+from maru_vllm.worker.copy_runner import CopyTask
+
+
+@dataclass(frozen=True)
+class Arrive:
+    """A request whose prompt begins like others'."""
+
+    engine: int
+    prefix: int
+    shared_tokens: int
+    own_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    count: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    which: int
+
+
+@dataclass(frozen=True)
+class Copies:
+    """One copy ends, of those under way."""
+
+    engine: int
+    which: int
+
+
+@dataclass(frozen=True)
+class SetPace:
+    engine: int
+    pace: Pace
+
+
+@dataclass(frozen=True)
+class FailCopies:
+    """From now on every n-th copy fails; 0: none."""
+
+    engine: int
+    every: int
+
+
+@dataclass(frozen=True)
+class Network:
+    """How the server is reached from now on."""
+
+    engine: int
+    delivery: Delivery
+
+
+@dataclass(frozen=True)
+class KillServer:
+    pass
+
+
+@dataclass(frozen=True)
+class StartServer:
+    pass
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """Another user of the pool fills it, so that everything without a lease is evicted."""
+
+    objects: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Time passes without a step: leases grow old."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ResetRunning:
+    """vLLM's cache reset that preempts everything that runs."""
+
+    engine: int
+
+
+Action = (
+    Arrive
+    | Steps
+    | Abort
+    | Copies
+    | SetPace
+    | FailCopies
+    | Network
+    | KillServer
+    | StartServer
+    | Pressure
+    | Wait
+    | ResetRunning
+)
+
+NUM_ENGINES = 2
+engines = st.integers(0, NUM_ENGINES - 1)
+arrivals = st.builds(
+    Arrive,
+    engine=engines,
+    prefix=st.integers(0, 1),
+    shared_tokens=st.integers(1, 24),
+    own_tokens=st.integers(0, 9),
+    max_tokens=st.integers(1, 9),
+)
+deliveries = st.builds(
+    Delivery,
+    fate=st.sampled_from([Fate.DELIVERED, Fate.DELIVERED, Fate.LOST]),
+    request_ticks=st.integers(0, 3),
+    reply_ticks=st.integers(0, 6),
+)
+actions: st.SearchStrategy[Action] = st.one_of(
+    arrivals,
+    arrivals,
+    st.builds(Steps, st.integers(1, 6)),
+    st.builds(Steps, st.integers(1, 3)),
+    st.builds(Abort, st.integers(0, 7)),
+    st.builds(Copies, engines, st.integers(0, 5)),
+    st.builds(SetPace, engines, st.sampled_from(list(Pace))),
+    st.builds(FailCopies, engines, st.integers(0, 3)),
+    st.builds(Network, engines, deliveries),
+    st.just(KillServer()),
+    st.just(StartServer()),
+    st.builds(Pressure, st.integers(1, 60)),
+    st.builds(Wait, st.sampled_from([0.1, 12.0, 31.0])),
+    st.builds(ResetRunning, engines),
+)
+options = st.builds(
+    EngineOptions,
+    num_blocks=st.sampled_from([12, 14, 20, 64]),
+    tokens_per_step=st.sampled_from([5, 8, 13, 64]),
+    prefix_caching=st.booleans(),
+    async_scheduling=st.booleans(),
+    load_failure_policy=st.sampled_from(["recompute", "fail"]),
+    store_decode=st.booleans(),
+)
+
+
+class Player:
+    """Plays a script."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self._sim = sim
+        self._names: list[str] = []
+        self._filler = 0
+
+    def play(self, action: Action) -> None:
+        sim = self._sim
+        match action:
+            case Arrive():
+                start = 100 * action.prefix
+                prompt = [*range(start, start + action.shared_tokens)]
+                own = 1000 + 50 * len(self._names)
+                prompt += range(own, own + action.own_tokens)
+                self._names.append(f"r{len(self._names)}")
+                sim.arrive(self._names[-1], prompt, action.max_tokens, action.engine)
+            case Steps():
+                sim.step(action.count)
+            case Abort():
+                living = [name for name in self._names if _may_be_aborted(sim, name)]
+                if living:
+                    sim.abort(living[action.which % len(living)])
+            case Copies():
+                copies = sim.engines[action.engine].copies
+                if copies.under_way:
+                    copies.finish(copies.under_way[action.which % len(copies.under_way)])
+            case SetPace():
+                sim.engines[action.engine].copies.pace = action.pace
+            case FailCopies():
+                sim.engines[action.engine].copies.failing = _every(action.every)
+            case Network():
+                delivery = action.delivery
+                sim.planes[action.engine].deliver = lambda _: delivery
+            case KillServer():
+                sim.kill_server()
+            case StartServer():
+                sim.start_server()
+            case Pressure():
+                sim.fill(action.objects)
+            case Wait():
+                sim.clock.now += action.seconds
+            case ResetRunning():
+                engine = sim.engines[action.engine]
+                engine.drain()
+                # vLLM raises after preempting if a load or a store keeps blocks: also an event.
+                with contextlib.suppress(RuntimeError):
+                    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def end(self) -> None:
+        """Whatever the script did to the world is over; then all must come to an end."""
+        for engine, plane in zip(self._sim.engines, self._sim.planes, strict=True):
+            engine.copies.pace = Pace.NEXT_STEP
+            plane.deliver = lambda _: Delivery()
+        self._sim.start_server()
+        self._sim.finish()
+
+
+def _every(n: int) -> Callable[[CopyTask], bool]:
+    return lambda task: n > 0 and task.job_id % n == 0
+
+
+def _may_be_aborted(sim: Simulation, name: str) -> bool:
+    status = sim.engine_of(name).status(name)
+    return status is not None and not RequestStatus.is_finished(status)
+
+
+def play(chosen: EngineOptions, late_forward: bool, script: list[Action]) -> None:
+    sim = Simulation(chosen, num_engines=NUM_ENGINES, pool_bytes=1 << 18)
+    try:
+        for engine in sim.engines:
+            engine.late_forward = late_forward
+        player = Player(sim)
+        for action in script:
+            player.play(action)
+        player.end()
+    finally:
+        sim.close()
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+)
+@given(options, st.booleans(), st.lists(actions, min_size=4, max_size=24))
+def test_random_scripts_end_with_nothing_left_and_no_wrong_byte(
+    chosen: EngineOptions, late_forward: bool, script: list[Action]
+) -> None:
+    play(chosen, late_forward, script)
+
+
+@pytest.mark.long
+@settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(options, st.booleans(), st.lists(actions, min_size=8, max_size=60))
+def test_many_long_random_scripts_end_the_same_way(
+    chosen: EngineOptions, late_forward: bool, script: list[Action]
+) -> None:
+    play(chosen, late_forward, script)
