@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from maru_vllm import assembly, compat
+from maru_vllm import assembly, compat, logs
 from maru_vllm.metadata import MaruConnectorMetadata
 from maru_vllm.scheduler.half import SchedulerHalf
 from maru_vllm.stats import MaruPromMetrics, MaruStats
@@ -58,6 +58,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Raises SettingsError, NotSupported or LayoutRefused: the engine must not start."""
         super().__init__(vllm_config, role, kv_cache_config)
+        logs.follow_vllm()
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
         self._on_shutdown = ExitStack()

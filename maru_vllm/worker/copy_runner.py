@@ -180,7 +180,7 @@ def run_task(task: CopyTask) -> CopyResult:
         return replace(task.run(), seconds=time.perf_counter() - began)
     except Exception:
         logger.exception(
-            "maru: %s job %d failed; the request recomputes what it wanted to load, a chunk to "
+            "Maru: %s job %d failed; the request recomputes what it wanted to load, a chunk to "
             "store is dropped",
             task.kind.name.lower(),
             task.job_id,

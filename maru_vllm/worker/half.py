@@ -113,7 +113,7 @@ class WorkerHalf:
                 late = self._book.stores_under_way(pending)
                 self._book.spoil(late)
                 logger.error(
-                    "maru: store jobs %s did not finish within %.0f s before their blocks are "
+                    "Maru: store jobs %s did not finish within %.0f s before their blocks are "
                     "reused; what they write is dropped",
                     sorted(late),
                     FLUSH_DEADLINE_S,
@@ -173,7 +173,7 @@ class WorkerHalf:
                 return
             # Its task holds cache tensors, mapping and lock: it cannot touch freed memory.
             logger.error(
-                "maru: %d copies still run %.0f s after shutdown began; they are left alone",
+                "Maru: %d copies still run %.0f s after shutdown began; they are left alone",
                 len(self._in_use),
                 SHUTDOWN_DEADLINE_S,
             )
@@ -190,7 +190,7 @@ class WorkerHalf:
         if mapped is None or context is None or order is None:
             self._once.warn(
                 "unready",
-                "maru: copies fail at once: %s",
+                "Maru: copies fail at once: %s",
                 "the pool is not mapped" if mapped is None else "no KV cache is registered",
             )
             self._book.finish(CopyResult(job_id, kind, JobOutcome.FAILED))
@@ -210,7 +210,7 @@ class WorkerHalf:
         for result in self._runner.poll():
             logger.log(
                 self._job_log_level,
-                "maru: %s job %d: %s after %.2f ms",
+                "Maru: %s job %d: %s after %.2f ms",
                 result.kind.name.lower(),
                 result.job_id,
                 result.outcome.name.lower(),

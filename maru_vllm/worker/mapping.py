@@ -95,7 +95,7 @@ class PoolMapping:
                 self._retry_at = self._clock() + RETRY_S
                 self._once.warn(
                     "map",
-                    "maru: this worker cannot use the pool %s: %s. Loads fail and stores are "
+                    "Maru: this worker cannot use the pool %s: %s. Loads fail and stores are "
                     "dropped until it can",
                     ref.path,
                     error,

@@ -22,7 +22,7 @@ class OncePerKind:
         except Exception as error:
             if self._is_new(hook, type(error).__name__):
                 self._logger.exception(
-                    "maru: %s failed; the engine goes on without it. Later faults of this kind are "
+                    "Maru: %s failed; the engine goes on without it. Later faults of this kind are "
                     "not logged",
                     hook,
                 )
