@@ -83,8 +83,9 @@ class DeviceMark:
 class ModelRunner:
     """Runs the forward of a step on a ``Device``."""
 
-    def __init__(self, oracle: Oracle, cache: PagedCache, device: Device) -> None:
+    def __init__(self, oracle: Oracle, cache: PagedCache, device: Device, rank: int) -> None:
         self._oracle = oracle
+        self._rank = rank
         self._cache = cache
         self._device = device
         self._tokens: dict[str, list[int]] = {}
@@ -121,14 +122,14 @@ class ModelRunner:
     ) -> Callable[[], None]:
         def run() -> None:
             context = self._cache.read(table, start)
-            expected = self._oracle.kv(tokens, 0, start)
+            expected = self._oracle.kv(tokens, 0, start, self._rank)
             if not np.array_equal(context, expected):
                 wrong = np.unique(np.nonzero(context != expected)[2]).tolist()
                 raise WrongBytes(
-                    f"{request_id}: forward of tokens [{start}, {end}) reads wrong KV at positions "
-                    f"{wrong}, blocks {table}"
+                    f"{request_id}, rank {self._rank}: the forward of tokens [{start}, {end}) "
+                    f"reads wrong KV at positions {wrong}, blocks {table}"
                 )
-            kv = self._oracle.kv(tokens, start, end)
+            kv = self._oracle.kv(tokens, start, end, self._rank)
             for position in range(start, end):
                 self._cache.write(table, position, kv[:, :, position - start])
 

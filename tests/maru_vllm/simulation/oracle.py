@@ -1,6 +1,6 @@
 """The oracle: which bytes every slot, block and object must hold.
 
-The KV of a token is a function of all tokens up to it, of its layer and of its head, and nothing
+The KV of a token is a function of all tokens up to it, of its rank, layer and head, and nothing
 else. Every 8-byte word of a cache is different, so a byte in the wrong place, from the wrong
 request or from the wrong moment shows.
 """
@@ -22,7 +22,8 @@ WORDS = 2
 BLOCK_SIZE = 4
 CHUNK_TOKENS = 8
 BLOCK_BYTES = LAYERS * HEADS * BLOCK_SIZE * WORDS * 8
-OBJECT_BYTES = BLOCK_BYTES * (CHUNK_TOKENS // BLOCK_SIZE)
+PART_BYTES = BLOCK_BYTES * (CHUNK_TOKENS // BLOCK_SIZE)
+"""Bytes of one rank's part of an object."""
 
 _SEED = b"maru simulation!"
 
@@ -54,19 +55,25 @@ class Oracle:
             codes.append(code)
         return codes
 
-    def kv(self, tokens: Sequence[int], start: int, end: int) -> Words:
-        """``[layer, head, token, word]`` of the tokens ``[start, end)``."""
+    def kv(self, tokens: Sequence[int], start: int, end: int, rank: int) -> Words:
+        """``[layer, head, token, word]`` of the tokens ``[start, end)`` on one rank."""
         codes = np.array(self.codes(tokens[:end])[start:], dtype=np.uint64)
-        place = np.arange(LAYERS * HEADS * WORDS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        first = rank * LAYERS * HEADS * WORDS
+        place = np.arange(first, first + LAYERS * HEADS * WORDS, dtype=np.uint64)
+        place *= np.uint64(0x9E3779B97F4A7C15)
         words = codes[:, None] + place[None, :]
         return words.reshape(-1, LAYERS, HEADS, WORDS).transpose(1, 2, 0, 3)
 
-    def chunk(self, tokens: Sequence[int], chunk: int) -> bytes:
-        """The payload of the object that holds chunk number ``chunk``: ``[layer, block, page]``."""
+    def chunk(self, tokens: Sequence[int], chunk: int, num_ranks: int) -> bytes:
+        """The payload of the object that holds chunk number ``chunk``: rank by rank, each
+        ``[layer, block, page]``."""
         start = chunk * CHUNK_TOKENS
-        kv = self.kv(tokens, start, start + CHUNK_TOKENS)
-        pages = kv.reshape(LAYERS, HEADS, -1, BLOCK_SIZE, WORDS).transpose(0, 2, 1, 3, 4)
-        return np.ascontiguousarray(pages).tobytes()
+        parts: list[bytes] = []
+        for rank in range(num_ranks):
+            kv = self.kv(tokens, start, start + CHUNK_TOKENS, rank)
+            pages = kv.reshape(LAYERS, HEADS, -1, BLOCK_SIZE, WORDS).transpose(0, 2, 1, 3, 4)
+            parts.append(np.ascontiguousarray(pages).tobytes())
+        return b"".join(parts)
 
     def sample(self, tokens: Sequence[int]) -> int:
         """The token that the model puts after ``tokens``."""

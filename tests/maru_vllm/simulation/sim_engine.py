@@ -14,12 +14,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from copies import ScriptedCopies
+from copies import Pace, ScriptedCopies
 from model_runner import Device, ModelRunner, PagedCache, layer_name
-from oracle import BLOCK_SIZE, CHUNK_TOKENS, HEADS, LAYERS, OBJECT_BYTES, Oracle
+from oracle import BLOCK_SIZE, CHUNK_TOKENS, HEADS, LAYERS, PART_BYTES, Oracle
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -28,11 +27,8 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -53,12 +49,13 @@ from maru_shm.control.plane import ControlPlane
 from maru_shm.pool.pool import open_pool
 from maru_shm.pool.reading import Verify
 from maru_shm.types import Generation, Namespace
+from maru_vllm.assembly import chunk_shape
+from maru_vllm.connector import MaruKVConnector
 from maru_vllm.identity import ChunkChain
-from maru_vllm.layout import chunk_layout
+from maru_vllm.layout import ChunkLayout, chunk_layout
 from maru_vllm.metadata import MaruConnectorMetadata, PoolRef
 from maru_vllm.scheduler.half import SchedulerHalf
 from maru_vllm.scheduler.keys import ChainWhenKnown
-from maru_vllm.scheduler.shape import ChunkShape
 from maru_vllm.worker.half import WorkerHalf
 from maru_vllm.worker.mapping import MappedPool, PoolMapping
 
@@ -76,61 +73,21 @@ class Settings:
     log_timing: bool = False
 
 
-class MaruSimConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's scheduler-side hooks over a half that the simulation made."""
+class MaruSimConnector(MaruKVConnector):
+    """Our connector, with halves that the simulation made."""
 
-    next_half: SchedulerHalf | None = None
+    next_scheduler_half: SchedulerHalf
+    next_worker_half: WorkerHalf
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        half = MaruSimConnector.next_half
-        assert half is not None
-        self.half = half
+    def _make_scheduler_half(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> SchedulerHalf:
+        return MaruSimConnector.next_scheduler_half
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False
-
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        super().bind_kv_cache_manager(kv_cache_manager)
-        self.half.bind_block_table(lambda request_id: kv_cache_manager.get_block_ids(request_id)[0])
-
-    def on_new_request(self, request: Request) -> None:
-        self.half.on_new_request(request)
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        return self.half.matched_tokens(request, num_computed_tokens)
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: Any, num_external_tokens: int
-    ) -> None:
-        self.half.blocks_allocated(request, blocks, num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MaruConnectorMetadata:
-        return self.half.build_step_metadata(scheduler_output)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self.half.take_worker_output(connector_output)
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.half.finished(request, block_ids[0]), None
-
-    def has_pending_push_work(self) -> bool:
-        return self.half.has_pending_work()
-
-    def reset_cache(self) -> bool | None:
-        return self.half.reset_cache()
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("the worker half is called directly")
-
-    wait_for_layer_load = save_kv_layer = wait_for_save = start_load_kv  # type: ignore[assignment]
+    def _make_worker_half(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> WorkerHalf:
+        return MaruSimConnector.next_worker_half
 
 
 @functools.cache
@@ -185,6 +142,7 @@ class EngineOptions:
     load_failure_policy: str = "recompute"
     verify: Verify = Verify.HEADER
     store_decode: bool = True
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -193,8 +151,8 @@ class _Executed:
 
     output: SchedulerOutput
     result: ModelRunnerOutput
-    place: int
-    """Where its forward ends in the device's queue."""
+    places: list[int]
+    """Where its forward ends in each rank's device queue."""
 
 
 class NoLock:
@@ -206,6 +164,67 @@ class NoLock:
 
 def _map_pool(ref: PoolRef) -> MappedPool:
     return MappedPool(open_pool(ref.path, ref.medium, expect_uuid=ref.uuid), NoLock())  # type: ignore[arg-type]
+
+
+class SimWorker:
+    """One rank: its cache, its copies, its model, and a connector in the worker's role."""
+
+    def __init__(
+        self,
+        rank: int,
+        layout: ChunkLayout,
+        verify: Verify,
+        oracle: Oracle,
+        clock: Callable[[], float],
+    ) -> None:
+        self.copies = ScriptedCopies()
+        self.device = Device()
+        self.cache = PagedCache(layout.num_blocks)
+        self.runner = ModelRunner(oracle, self.cache, self.device, rank)
+        self.half = WorkerHalf(
+            layout,
+            rank=rank,
+            verify=verify,
+            runner=self.copies,
+            executor=TorchExecutor(),
+            mapping=PoolMapping(_map_pool, clock),
+        )
+
+    def connect(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        """Make the connector and register the cache, as vLLM's worker does."""
+        MaruSimConnector.next_worker_half = self.half
+        self.connector = MaruSimConnector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
+        self.connector.register_kv_caches(self.cache.tensors())
+        self.half._order = self.device
+
+    def execute(
+        self, output: SchedulerOutput, forward: Callable[[ModelRunner], dict[str, list[int]]]
+    ) -> ModelRunnerOutput:
+        """One step, its hooks in the order of vLLM's model runner."""
+        metadata = output.kv_connector_metadata
+        assert metadata is not None
+        connector = self.connector
+        connector.handle_preemptions(metadata)
+        connector.bind_connector_metadata(metadata)
+        sampled = forward(self.runner)
+        connector.start_load_kv(None)  # type: ignore[arg-type]
+        connector.wait_for_save()
+        self.copies.end_of_step()
+        results = connector.get_transfer_results(output.finished_req_ids)
+        connector_output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
+        connector.clear_connector_metadata()
+        ids = list(sampled)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=[sampled[request_id] for request_id in ids],
+            kv_connector_output=connector_output,
+        )
 
 
 class SimEngine:
@@ -221,10 +240,6 @@ class SimEngine:
     ) -> None:
         self.name = name
         self.options = options
-        self.oracle = oracle
-        self.plane = plane
-        self.copies = ScriptedCopies()
-        self.device = Device()
         self.late_forward = False
         """Whether forwards run as late as the engine allows: when their tokens are needed."""
         self.answers: dict[str, list[int]] = {}
@@ -234,15 +249,6 @@ class SimEngine:
         """Tokens that were loaded from the pool for a request when it was last admitted."""
         self.written_to: set[Generation] = set()
         """Space that a worker was told to write to."""
-        self.half, self.worker, self.cache, self.scheduler = self._build(plane, clock)
-        self._runner = ModelRunner(oracle, self.cache, self.device)
-        self._in_flight: deque[_Executed] = deque()
-        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-
-    def _build(
-        self, plane: ControlPlane, clock: Callable[[], float]
-    ) -> tuple[SchedulerHalf, WorkerHalf, PagedCache, Scheduler]:
-        options = self.options
         spec = FullAttentionSpec(
             block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=2, dtype=torch.float32
         )
@@ -252,31 +258,26 @@ class SimEngine:
             kv_cache_groups=[KVCacheGroupSpec([layer_name(i) for i in range(LAYERS)], spec)],
             kv_cache_layout="LBHNC",
         )
-        layout = chunk_layout(kv_cache_config, "LBHNC", CHUNK_TOKENS, tensor_parallel_size=1)
-        assert layout.object_bytes == OBJECT_BYTES
-        shape = ChunkShape(CHUNK_TOKENS, BLOCK_SIZE, OBJECT_BYTES, num_parts=1, num_ranks=1)
+        layout = chunk_layout(kv_cache_config, "LBHNC", CHUNK_TOKENS, options.num_ranks)
+        assert layout.part_bytes == PART_BYTES
         chain = ChunkChain(NAMESPACE, CHUNK_TOKENS)
-        half = SchedulerHalf(
+        self.half = SchedulerHalf(
             plane,
             ChainWhenKnown(lambda: chain),
-            shape,
+            chunk_shape(layout),
             Settings(store_decode=options.store_decode),
             clock,
         )
-        worker = WorkerHalf(
-            layout,
-            rank=0,
-            verify=options.verify,
-            runner=self.copies,
-            executor=TorchExecutor(),
-            mapping=PoolMapping(_map_pool, clock),
-        )
-        cache = PagedCache(options.num_blocks)
-        worker.register_kv_caches(cache.tensors())
-        worker._order = self.device
-        return half, worker, cache, self._scheduler(half, kv_cache_config)
+        self.workers = [
+            SimWorker(rank, layout, options.verify, oracle, clock)
+            for rank in range(options.num_ranks)
+        ]
+        self.scheduler = self._connect(kv_cache_config)
+        self._aggregator = KVOutputAggregator(options.num_ranks)
+        self._in_flight: deque[_Executed] = deque()
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 
-    def _scheduler(self, half: SchedulerHalf, kv_cache_config: KVCacheConfig) -> Scheduler:
+    def _connect(self, kv_cache_config: KVCacheConfig) -> Scheduler:
         options = self.options
         config = copy.copy(_vllm_config(options.async_scheduling))
         config.scheduler_config = copy.copy(config.scheduler_config)
@@ -287,8 +288,10 @@ class SimEngine:
         assert config.kv_transfer_config is not None
         config.kv_transfer_config = copy.copy(config.kv_transfer_config)
         config.kv_transfer_config.kv_load_failure_policy = options.load_failure_policy  # type: ignore[assignment]
+        for worker in self.workers:
+            worker.connect(config, kv_cache_config)
         init_none_hash(sha256)
-        MaruSimConnector.next_half = half
+        MaruSimConnector.next_scheduler_half = self.half
         kind = AsyncScheduler if options.async_scheduling else Scheduler
         return kind(
             vllm_config=config,
@@ -297,6 +300,16 @@ class SimEngine:
             block_size=BLOCK_SIZE,
             log_stats=True,
         )
+
+    @property
+    def copies(self) -> ScriptedCopies:
+        """The first rank's copies."""
+        return self.workers[0].copies
+
+    def set_pace(self, pace: Pace) -> None:
+        """The same pace for all ranks."""
+        for worker in self.workers:
+            worker.copies.pace = pace
 
     # ------------------------------------------------------------------ requests
 
@@ -349,34 +362,31 @@ class SimEngine:
         for job in metadata.loads:
             self.hits[job.request_id] = BLOCK_SIZE * sum(len(c.block_ids) for c in job.chunks)
         self.written_to.update(job.chunk.extent.generation for job in metadata.stores)
-        self.worker.handle_preemptions(metadata)
+        results = [worker.execute(output, self._forward(output, worker)) for worker in self.workers]
+        result = self._aggregator.aggregate(list(results))
+        assert result is not None
+        return _Executed(output, result, [len(worker.device.queue) for worker in self.workers])
+
+    def _forward(
+        self, output: SchedulerOutput, worker: SimWorker
+    ) -> Callable[[ModelRunner], dict[str, list[int]]]:
         manager = self.scheduler.kv_cache_manager
-        sampled = self._runner.forward(
-            output, self.scheduler.requests, lambda r: list(manager.get_block_ids(r)[0])
-        )
-        if not self.late_forward:
-            self.device.synchronize()
-        self.worker.start_load_kv(metadata)
-        self.worker.wait_for_save(metadata)
-        self.copies.end_of_step()
-        reports = self.worker.transfer_results()
-        connector_output = KVConnectorOutput(
-            finished_sending=set(reports.finished_sending),
-            finished_recving=set(reports.finished_recving),
-            failed_recving=set(reports.failed_recving),
-            kv_connector_worker_meta=self.worker.worker_meta(),
-        )
-        ids = list(sampled)
-        result = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=[sampled[request_id] for request_id in ids],
-            kv_connector_output=connector_output,
-        )
-        return _Executed(output, result, len(self.device.queue))
+
+        def forward(runner: ModelRunner) -> dict[str, list[int]]:
+            sampled = runner.forward(
+                output,
+                self.scheduler.requests,
+                lambda request_id: list(manager.get_block_ids(request_id)[0]),
+            )
+            if not self.late_forward:
+                worker.device.synchronize()
+            return sampled
+
+        return forward
 
     def _update(self, step: _Executed) -> None:
-        self.device.run_to(step.place)  # its tokens are known, so its forward is over
+        for worker, place in zip(self.workers, step.places, strict=True):
+            worker.device.run_to(place)  # its tokens are known, so its forward is over
         for outputs in self.scheduler.update_from_output(step.output, step.result).values():
             for answer in outputs.outputs:
                 self.answers[answer.request_id] += answer.new_token_ids
@@ -397,7 +407,7 @@ class SimEngine:
         assert not self.half._requests
         assert not self.half._lookups._lookups
         assert not self.half._stores._wanted
-        assert self.worker._book.idle
+        assert all(worker.half._book.idle for worker in self.workers)
         stats = self.half.take_stats()
         errors = 0 if stats is None else stats.data.get("internal_errors", 0)
         assert errors == 0, f"{self.name}: {errors} internal errors"

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from copies import ScriptedCopies
-from oracle import CHUNK_TOKENS, OBJECT_BYTES, Oracle, WrongBytes
+from oracle import CHUNK_TOKENS, PART_BYTES, Oracle, WrongBytes
 from sim_engine import NAMESPACE, EngineOptions, SimEngine
 
 from maru_shm.control.local import LocalPlane, LocalServer, ScriptedOwners
@@ -78,6 +78,8 @@ class Simulation:
             SimEngine(f"engine {i}", plane, self.oracle, self.clock, options or EngineOptions())
             for i, plane in enumerate(self.planes)
         ]
+        self._num_ranks = self.engine.options.num_ranks
+        self._object_bytes = PART_BYTES * self._num_ranks
         self._prompts: dict[str, tuple[tuple[int, ...], int]] = {}
         self._engine_of: dict[str, SimEngine] = {}
         self._tokens_of: dict[Key, tuple[tuple[int, ...], int]] = {}
@@ -89,7 +91,8 @@ class Simulation:
     def close(self) -> None:
         """Remove the pool; idempotent."""
         for engine in self.engines:
-            engine.worker.shutdown()
+            for worker in engine.workers:
+                worker.connector.shutdown()
         self.pool.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -166,9 +169,11 @@ class Simulation:
         for _ in range(num_objects):
             self._fillers += 1
             key = Key(self._fillers.to_bytes(32, "little"))
-            reply = other.reserve(FILLER, [ReserveItem(key, None, OBJECT_BYTES)], timeout_s=1.0)
+            reply = other.reserve(
+                FILLER, [ReserveItem(key, None, self._object_bytes)], timeout_s=1.0
+            )
             if (extent := reply.results[0].extent) is not None:
-                self.pool.payload(extent)[:] = bytes([0xEE]) * OBJECT_BYTES
+                self.pool.payload(extent)[:] = bytes([0xEE]) * self._object_bytes
                 other.commit([CommitItem(extent.generation, ())], timeout_s=1.0)
         other.close()
 
@@ -227,12 +232,12 @@ class Simulation:
         if key not in self._tokens_of:
             raise WrongBytes(f"the pool holds {key.hex()}, which no request has")
         tokens, chunk = self._tokens_of[key]
-        expected = self.oracle.chunk(tokens, chunk)
+        expected = self.oracle.chunk(tokens, chunk, self._num_ranks)
         found = bytes(self.pool.payload(extent))
         if found != expected:
             wrong = sum(a != b for a, b in zip(found, expected, strict=True))
             raise WrongBytes(
-                f"chunk {chunk} of {tokens} was sealed with {wrong} of {OBJECT_BYTES} bytes wrong"
+                f"chunk {chunk} of {tokens} was sealed with {wrong} of {len(found)} bytes wrong"
             )
 
     def finish(self) -> None:

@@ -87,9 +87,9 @@ class SiblingHit:
     def allocated(self, request, blocks, num_external_tokens):
         self._engine.half.blocks_allocated(request, blocks, 0)
         table = blocks.get_block_ids()[0]
-        kv = self._sim.oracle.kv(list(request.all_token_ids), 0, self._num_tokens)
+        kv = self._sim.oracle.kv(list(request.all_token_ids), 0, self._num_tokens, rank=0)
         for position in range(self._num_tokens):
-            self._engine.cache.write(table, position, kv[:, :, position])
+            self._engine.workers[0].cache.write(table, position, kv[:, :, position])
         self.filled = True
 
 

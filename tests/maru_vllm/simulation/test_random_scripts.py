@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from copies import Pace
+from copies import Pace, ScriptedCopies
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sim_engine import EngineOptions
@@ -45,13 +45,13 @@ class Abort:
 class Copies:
     """One copy ends, of those under way."""
 
-    engine: int
+    worker: int
     which: int
 
 
 @dataclass(frozen=True)
 class SetPace:
-    engine: int
+    worker: int
     pace: Pace
 
 
@@ -59,7 +59,7 @@ class SetPace:
 class FailCopies:
     """From now on every n-th copy fails; 0: none."""
 
-    engine: int
+    worker: int
     every: int
 
 
@@ -119,6 +119,8 @@ Action = (
 
 NUM_ENGINES = 2
 engines = st.integers(0, NUM_ENGINES - 1)
+workers = st.integers(0, 2 * NUM_ENGINES - 1)
+"""Taken modulo the workers that there are."""
 arrivals = st.builds(
     Arrive,
     engine=engines,
@@ -139,9 +141,9 @@ actions: st.SearchStrategy[Action] = st.one_of(
     st.builds(Steps, st.integers(1, 6)),
     st.builds(Steps, st.integers(1, 3)),
     st.builds(Abort, st.integers(0, 7)),
-    st.builds(Copies, engines, st.integers(0, 5)),
-    st.builds(SetPace, engines, st.sampled_from(list(Pace))),
-    st.builds(FailCopies, engines, st.integers(0, 3)),
+    st.builds(Copies, workers, st.integers(0, 5)),
+    st.builds(SetPace, workers, st.sampled_from(list(Pace))),
+    st.builds(FailCopies, workers, st.integers(0, 3)),
     st.builds(Network, engines, deliveries),
     st.just(KillServer()),
     st.just(StartServer()),
@@ -157,6 +159,7 @@ options = st.builds(
     async_scheduling=st.booleans(),
     load_failure_policy=st.sampled_from(["recompute", "fail"]),
     store_decode=st.booleans(),
+    num_ranks=st.sampled_from([1, 1, 2]),
 )
 
 
@@ -185,13 +188,13 @@ class Player:
                 if living:
                     sim.abort(living[action.which % len(living)])
             case Copies():
-                copies = sim.engines[action.engine].copies
+                copies = self._copies(action.worker)
                 if copies.under_way:
                     copies.finish(copies.under_way[action.which % len(copies.under_way)])
             case SetPace():
-                sim.engines[action.engine].copies.pace = action.pace
+                self._copies(action.worker).pace = action.pace
             case FailCopies():
-                sim.engines[action.engine].copies.failing = _every(action.every)
+                self._copies(action.worker).failing = _every(action.every)
             case Network():
                 delivery = action.delivery
                 sim.planes[action.engine].deliver = lambda _: delivery
@@ -210,10 +213,14 @@ class Player:
                 with contextlib.suppress(RuntimeError):
                     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
 
+    def _copies(self, worker: int) -> ScriptedCopies:
+        copies = [worker.copies for engine in self._sim.engines for worker in engine.workers]
+        return copies[worker % len(copies)]
+
     def end(self) -> None:
         """Whatever the script did to the world is over; then all must come to an end."""
         for engine, plane in zip(self._sim.engines, self._sim.planes, strict=True):
-            engine.copies.pace = Pace.NEXT_STEP
+            engine.set_pace(Pace.NEXT_STEP)
             plane.deliver = lambda _: Delivery()
         self._sim.start_server()
         self._sim.finish()

@@ -212,6 +212,42 @@ def test_a_reset_that_preempts_running_requests_lets_them_go_on(
     sim.finish()
 
 
+@BOTH_SCHEDULERS
+def test_an_object_of_two_ranks_is_visible_only_when_both_have_written(
+    simulate: Simulate, async_scheduling: bool
+) -> None:
+    options = EngineOptions(num_ranks=2, async_scheduling=async_scheduling)
+    sim = simulate(options, num_engines=2)
+    slow = sim.engine.workers[1].copies
+    slow.pace = Pace.NEVER
+    sim.arrive("a", tokens=range(24), max_tokens=2)
+    sim.step(8)
+    assert sim.sealed_chunks(range(24)) == []
+    slow.finish_all()
+    slow.pace = Pace.NEXT_STEP
+    sim.run()
+    assert sim.sealed_chunks(range(24)) == [0, 1, 2]
+    sim.arrive("b", tokens=range(24), max_tokens=2, engine=1)
+    sim.run()
+    sim.expect_hit("b", 24)
+    sim.finish()
+
+
+@BOTH_SCHEDULERS
+def test_a_load_that_fails_on_one_of_two_ranks_is_recomputed_on_both(
+    simulate: Simulate, async_scheduling: bool
+) -> None:
+    options = EngineOptions(num_ranks=2, async_scheduling=async_scheduling)
+    sim = simulate(options, num_engines=2)
+    sim.arrive("a", tokens=range(24))
+    sim.run()
+    sim.engines[1].workers[1].copies.failing = lambda task: task.kind is CopyKind.LOAD
+    sim.arrive("b", tokens=range(24), max_tokens=4, engine=1)
+    sim.run()
+    sim.expect_answer("b")
+    sim.finish()
+
+
 # ---------------------------------------------------------------------- the oracle can fail
 
 
@@ -231,7 +267,7 @@ def test_the_oracle_sees_a_store_that_reads_before_the_forward_wrote(simulate: S
     sim = simulate(EngineOptions(async_scheduling=True))
     sim.engine.late_forward = True
     sim.copies.pace = Pace.AT_ONCE
-    sim.engine.device.mark = lambda: _NoMark()  # type: ignore[method-assign]
+    sim.engine.workers[0].device.mark = lambda: _NoMark()  # type: ignore[method-assign]
     sim.arrive("a", tokens=range(24), max_tokens=8)
     with pytest.raises(WrongBytes, match="bytes wrong"):
         sim.run()
