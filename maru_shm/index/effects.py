@@ -34,6 +34,7 @@ class WriteReserved:
     slot_offset: int
     """Bytes from the pool's start to the slot (its header)."""
     payload_offset: int
+    """Bytes from the pool's start to the payload."""
     generation: Generation
     namespace: Namespace
     key: Key

@@ -105,7 +105,7 @@ class PoolWriter:
 
     def _write_reserved(self, effect: WriteReserved) -> None:
         place = self._place(effect.slot_offset)
-        if effect.payload_offset not in (place.payload_offset, place.shape.payload_offset):
+        if effect.payload_offset != place.payload_offset:
             raise PoolError(
                 f"{self._path}: slot at {effect.slot_offset} has its payload at "
                 f"{place.payload_offset}, not at {effect.payload_offset}"
