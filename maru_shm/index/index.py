@@ -164,13 +164,9 @@ class Index:
             get, append = forest.sealed.get, found.append
             heir: Entry | None = None
             for key in keys:
-                if heir is not None and heir.key == key:
-                    entry = heir
-                else:
-                    known = get(key)
-                    if known is None:
-                        break
-                    entry = known
+                entry = heir if heir is not None and heir.key == key else get(key)
+                if entry is None:
+                    break
                 entry.leases += 1
                 append(entry)
                 heir = entry.heir
@@ -184,11 +180,17 @@ class Index:
         extents: list[Extent | None] = [None] * len(keys)
         forest = self._catalog.forests.get(namespace)
         if forest is not None:
-            for position, entry in enumerate(map(forest.sealed.get, keys)):
-                if entry is not None:
-                    entry.leases += 1
-                    found.append(entry)
-                    extents[position] = entry.extent
+            get, append = forest.sealed.get, found.append
+            heir: Entry | None = None
+            for position, key in enumerate(keys):
+                entry = heir if heir is not None and heir.key == key else get(key)
+                if entry is None:
+                    heir = None
+                    continue
+                entry.leases += 1
+                append(entry)
+                extents[position] = entry.extent
+                heir = entry.heir
         return Lookup(self._lease(holder, found, len(keys)), extents)
 
     def renew(self, session: SessionId, leases: Sequence[LeaseId]) -> list[LeaseId]:

@@ -14,6 +14,8 @@ power-of-two payloads from 1 MiB on fill a segment without a tail.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from maru_shm.types import SlotShape
 
 LARGE_PAYLOAD_BYTES = 64 * 1024
@@ -30,6 +32,7 @@ def payload_offset_for(length: int) -> int:
     return 4096 if length >= LARGE_PAYLOAD_BYTES else 256
 
 
+@lru_cache(maxsize=256)
 def shape_for(length: int, segment_bytes: int) -> SlotShape | None:
     """The slot that an object of ``length`` >= 1 payload bytes gets; None if no segment holds it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from index_rig import NS, geometry, key
 
@@ -61,6 +61,7 @@ def test_a_page_of_generations_can_be_emptied_and_used_again() -> None:
 
 
 @settings(deadline=None)
+@example([(0, "c"), (1, "u"), (0, "c"), (0, "u")])  # known late, then used
 @given(st.lists(st.tuples(st.integers(0, 7), st.sampled_from("uulc")), max_size=60))
 def test_lru_names_the_evictable_entry_used_longest_ago(script: list[tuple[int, str]]) -> None:
     """u: use and release; l: lease on or off; c: child comes or goes. Against a plain minimum."""
