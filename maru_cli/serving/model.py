@@ -43,6 +43,9 @@ def make_model(folder: Path, shape: ModelShape, seed: int = 0) -> None:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
