@@ -37,31 +37,36 @@ def run_load(job: LoadJob, mapped: MappedPool, context: CopyContext, mark: Mark)
 
     Every object's header is checked before the copies and again when they are complete, so DONE
     means that the blocks hold what was stored under those generations. With any other outcome the
-    blocks hold nothing of use. Stops at the first object that is found wanting before the copy.
+    blocks hold nothing of use, and all objects found damaged are named, not only the first: the
+    next request for them must not fail again.
     """
-    pool = mapped.pool
-    plans: list[CopyPlan] = []
-    for chunk in job.chunks:
-        outcome = _before(pool, chunk, context)
-        if outcome is not JobOutcome.DONE:
-            return _result(job, outcome, chunk)
-        plans.append(
+    found = [_before(mapped.pool, chunk, context) for chunk in job.chunks]
+    if all(outcome is JobOutcome.DONE for outcome in found):
+        plans = [
             context.caches.plan(
                 context.part_offset(chunk),
                 chunk.first_block,
                 chunk.block_ids,
                 TransferDirection.H2D,
             )
-        )
-    memory = CopyMemory(context.caches.regions, mapped.objects)
-    with mark.behind():
-        if plans:
-            context.executor.run(join_plans(plans), memory)
-    for chunk in job.chunks:
-        outcome = _after(pool, chunk, context)
-        if outcome is not JobOutcome.DONE:
-            return _result(job, outcome, chunk)
-    return CopyResult(job_id=job.job_id, kind=CopyKind.LOAD, outcome=JobOutcome.DONE)
+            for chunk in job.chunks
+        ]
+        with mark.behind():
+            if plans:
+                context.executor.run(
+                    join_plans(plans), CopyMemory(context.caches.regions, mapped.objects)
+                )
+        found = [_after(mapped.pool, chunk, context) for chunk in job.chunks]
+    return CopyResult(
+        job_id=job.job_id,
+        kind=CopyKind.LOAD,
+        outcome=max(found, key=_SEVERITY.index, default=JobOutcome.DONE),
+        suspect_generations=tuple(
+            int(chunk.extent.generation)
+            for chunk, outcome in zip(job.chunks, found, strict=True)
+            if outcome is JobOutcome.SUSPECT
+        ),
+    )
 
 
 def join_plans(plans: list[CopyPlan]) -> CopyPlan:
@@ -105,9 +110,5 @@ _OUTCOME = {
     Verdict.TORN: JobOutcome.SUSPECT,
 }
 
-
-def _result(job: LoadJob, outcome: JobOutcome, chunk: ChunkCopy) -> CopyResult:
-    suspects = (int(chunk.extent.generation),) if outcome is JobOutcome.SUSPECT else ()
-    return CopyResult(
-        job_id=job.job_id, kind=CopyKind.LOAD, outcome=outcome, suspect_generations=suspects
-    )
+_SEVERITY = (JobOutcome.DONE, JobOutcome.STALE, JobOutcome.FAILED, JobOutcome.SUSPECT)
+"""A job of several chunks ends as the worst of them."""

@@ -216,6 +216,21 @@ def test_an_object_that_is_not_what_was_leased_ends_in_a_failed_load(
     assert report.suspect_generations == suspects
 
 
+def test_all_damaged_objects_of_a_load_are_named_and_no_sound_one(store: Store) -> None:
+    extents = [put_chunk(store, cache_tensors(seed=i), KVLayout.LBHNC) for i in range(3)]
+    flip_payload(store, extents[0])
+    flip_payload(store, extents[2])
+    runner = ScriptedRunner()
+    half = worker(store, cache_tensors(seed=9), runner, verify=Verify.SAMPLE)
+    chunks = tuple(
+        ChunkCopy(extent, 0, 0, tuple(range(i * 4, i * 4 + 4))) for i, extent in enumerate(extents)
+    )
+    step(half, runner, MaruConnectorMetadata(store.ref(), loads=(LoadJob(1, "r", chunks),)))
+    (report,) = half.transfer_results().loads
+    assert report.outcome is JobOutcome.SUSPECT
+    assert report.suspect_generations == (extents[0].generation, extents[2].generation)
+
+
 def test_an_object_that_is_replaced_during_the_copy_is_a_failed_load(store: Store) -> None:
     extent = put_chunk(store, cache_tensors(seed=1), KVLayout.LBHNC)
     runner = ScriptedRunner()
