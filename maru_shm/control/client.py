@@ -37,6 +37,12 @@ _FAREWELL_MS = 200
 """How long ``close`` may take to get its last message out."""
 
 
+# As plain integers: the operators of pyzmq's flag types cost microseconds each.
+_NOBLOCK = int(zmq.NOBLOCK)
+_POLLIN = int(zmq.POLLIN)
+_POLLOUT = int(zmq.POLLOUT)
+
+
 class SocketTransport:
     """Messages over one ZeroMQ DEALER socket; see ``exchange.Transport``.
 
@@ -56,13 +62,14 @@ class SocketTransport:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
         self._socket.connect(url)
-        self._readable = [(self._socket, zmq.POLLIN)]
+        self._readable = [(self._socket, _POLLIN)]
+        self._events = 0
 
     def send(self, request_id: int, request: m.Request) -> bool:
         """See ``Transport``."""
         frame = encode_request(request_id, request)
         try:
-            self._socket.send(frame, zmq.NOBLOCK)
+            self._socket.send(frame, _NOBLOCK)
         except zmq.ZMQError:
             return False
         return True
@@ -70,9 +77,9 @@ class SocketTransport:
     def receive(self) -> ReplyFrame | None:
         """See ``Transport``. Frames that are no replies of this protocol are dropped."""
         # Asking first is cheaper than the exception of a receive in vain.
-        while self._events() & zmq.POLLIN:
+        while self._look() & _POLLIN:
             try:
-                return decode_reply(self._socket.recv(zmq.NOBLOCK))
+                return decode_reply(self._socket.recv(_NOBLOCK))
             except zmq.Again:
                 return None
             except BadFrame:
@@ -84,12 +91,13 @@ class SocketTransport:
         zmq.zmq_poll(self._readable, max(1, int(timeout_s * 1e3)))
 
     def has_peer(self) -> bool:
-        """See ``Transport``. With ZMQ_IMMEDIATE a socket without a peer takes no message."""
-        return bool(self._events() & zmq.POLLOUT)
+        """See ``Transport``. With ZMQ_IMMEDIATE a socket without a peer takes no message. As of
+        the last ``receive``."""
+        return bool(self._events & _POLLOUT)
 
-    def _events(self) -> int:
-        events: int = self._socket.getsockopt(zmq.EVENTS)  # type: ignore[assignment]
-        return events
+    def _look(self) -> int:
+        self._events = int(self._socket.getsockopt(zmq.EVENTS))
+        return self._events
 
     def look_for_server(self) -> MaruError | None:
         """See ``Transport``."""

@@ -69,7 +69,7 @@ class Transport(Protocol):
         """Block until a reply may have arrived, at most ``timeout_s``."""
 
     def has_peer(self) -> bool:
-        """Whether somebody is connected who takes messages. Cheap, never blocks."""
+        """Whether somebody was connected who takes messages when ``receive`` found nothing."""
 
     def look_for_server(self) -> MaruError | None:
         """Nobody answers: see to it that there is a server, if that is this client's duty.

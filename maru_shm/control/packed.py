@@ -85,13 +85,15 @@ def put_extents(extents: Sequence[Extent | None]) -> bytes:
     By columns, because Python goes through one attribute of many objects faster than through
     three of each.
     """
-    known = [_ABSENT if extent is None else extent for extent in extents]
-    return struct.pack(
-        f"<{3 * len(known)}Q",
-        *[extent.offset for extent in known],
-        *[extent.length for extent in known],
-        *[extent.generation for extent in known],
-    )
+    try:
+        return struct.pack(
+            f"<{3 * len(extents)}Q",
+            *[extent.offset for extent in extents],  # type: ignore[union-attr]
+            *[extent.length for extent in extents],  # type: ignore[union-attr]
+            *[extent.generation for extent in extents],  # type: ignore[union-attr]
+        )
+    except AttributeError:  # there is a None: rare, and looking for it is not free
+        return put_extents([_ABSENT if extent is None else extent for extent in extents])
 
 
 def take_extents(packed: bytes) -> tuple[Extent | None, ...]:
@@ -104,12 +106,10 @@ def take_extents(packed: bytes) -> tuple[Extent | None, ...]:
     numbers = struct.unpack(f"<{3 * count}Q", packed)
     generations = numbers[2 * count :]
     extents: list[Any] = list(map(_new_blank, repeat(_BlankExtent, count)))
-    for extent, offset, length, generation in zip(
+    extent: Any
+    for extent, extent.offset, extent.length, extent.generation in zip(
         extents, numbers[:count], numbers[count : 2 * count], generations, strict=True
     ):
-        extent.offset = offset
-        extent.length = length
-        extent.generation = generation
         extent.__class__ = Extent
     if 0 in generations:
         return tuple(extent if extent.generation else None for extent in extents)
