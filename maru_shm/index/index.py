@@ -94,7 +94,7 @@ class Index:
         self._catalog = Catalog(Segments(geometry, policy_named(policy)), epoch)
         self._placement = Placement(self._catalog)
         self._sessions: dict[SessionId, Session] = {}
-        self._leases = LeaseBook(lease_term_s)
+        self._leases = LeaseBook(lease_term_s, before_first_id=epoch << 32)
         self._counters = _Counters()
 
     def restore(

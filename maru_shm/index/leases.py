@@ -41,10 +41,12 @@ class LeaseBook:
     Knows nothing of what a lease protects; whoever removes one must end it (``Index``).
     """
 
-    def __init__(self, term_s: float) -> None:
+    def __init__(self, term_s: float, before_first_id: int = 0) -> None:
+        """Ids count up from ``before_first_id`` + 1; another range in every epoch, so that a
+        release that comes late, from before a restart, can end no lease of after it."""
         self._term_s = term_s
         self._standing: OrderedDict[LeaseId, Lease] = OrderedDict()
-        self._last_id = 0
+        self._last_id = before_first_id
 
     def __len__(self) -> int:
         return len(self._standing)

@@ -311,3 +311,16 @@ def test_two_planes_of_one_server_see_each_others_objects(
     assert plane.reserve(NAMESPACE, chain(3), 1).results[2].outcome is (
         m.ReserveOutcome.BEING_WRITTEN
     )
+
+
+def test_a_release_from_before_a_restart_ends_no_lease_of_after_it(
+    plane: LocalPlane, server: LocalServer
+) -> None:
+    store(plane, 2)
+    old = plane.lookup_prefix(NAMESPACE, KEYS, 1).lease
+    assert old is not None
+    server.kill()
+    server.start()
+    plane.lookup_prefix(NAMESPACE, KEYS, 1)
+    assert plane.release([old], 1).count == 0
+    assert counts(server) == (1, 0)
