@@ -10,6 +10,9 @@ and then measures in turns, medians over the rounds:
 - store: reserve and commit one more chain, per object; the pool is full, so each evicts another;
 - resident bytes per object while filling, keys included.
 
+Seen on 2 shared cores, 10 thousand against 10 million objects: lookup 21 and 25 us, release 15 and
+18 us, store 28 and 31 us per object, 455 bytes per object.
+
 Chains are drawn at random, so with millions of objects their memory is cold. ``--churn 1`` first
 replaces every object once, chain by chain, which scatters what lay side by side. Times are CPU
 times of the thread, because other work on the machine is not the index's. Bias: one namespace,

@@ -5,7 +5,7 @@ that has space in the pool; ``Missing`` stands in for a parent that has none, so
 children are found again when it comes (back). Both are internal to ``maru_shm.index``.
 
 Written by hand with ``__slots__`` and intrusive sibling links because there may be ten million
-of them: an entry with its extent and key takes about 350 bytes, dictionary slot included
+of them: with its extent, key and dictionary slot an entry takes about 450 bytes
 (benchmarks/index_scale.py measures it).
 """
 
