@@ -45,7 +45,7 @@ def make_model(folder: Path, shape: ModelShape, seed: int = 0) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call] # theirs
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,

@@ -135,6 +135,7 @@ def serve(
         )
         owners.sweep()
         loop = ServerLoop(settings.url, service, settings.linger_s)
+        loop.stop_on_signals()
         pool.start_populate(on_populate)
         # The index holds many small objects without cycles; a full collection would visit them
         # all, in the middle of a request.
@@ -180,10 +181,13 @@ class ServerLoop:
         """Leave the loop soon. Safe in a signal handler."""
         self._stopping_for = reason
 
-    def run(self) -> None:
-        """Serve until ``stop``, SIGTERM, SIGINT or the end of the linger. Closes the socket."""
+    def stop_on_signals(self) -> None:
+        """Let SIGTERM and SIGINT stop the loop. Thread: the main one, before it says "ready"."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda got, _: self.stop(signal.Signals(got).name))
+
+    def run(self) -> None:
+        """Serve until ``stop`` or the end of the linger. Closes the socket."""
         next_tending = time.monotonic() + TEND_S
         last_session_at = time.monotonic()
         try:

@@ -1,0 +1,36 @@
+"""What all tests share: the option ``--long``, and short runtime directories."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from maru_shm.control.runtime_dir import RuntimeDir
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the tests marked long too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--long"):
+        return
+    skip = pytest.mark.skip(reason="only with --long")
+    for item in items:
+        if item.get_closest_marker("long") is not None:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def runtime_dir() -> Iterator[Path]:
+    """A private runtime directory with a path short enough for a socket; its pool goes with it."""
+    path = Path(tempfile.mkdtemp(prefix="maru-t-", dir="/tmp"))
+    yield path
+    pool = RuntimeDir(path).pool
+    for left in pool.parent.glob(f"{pool.name}*"):
+        left.unlink()
+    shutil.rmtree(path)
