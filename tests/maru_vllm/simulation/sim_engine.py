@@ -56,6 +56,7 @@ from maru_vllm.layout import ChunkLayout, chunk_layout
 from maru_vllm.metadata import MaruConnectorMetadata, PoolRef
 from maru_vllm.scheduler.half import SchedulerHalf
 from maru_vllm.scheduler.keys import ChainWhenKnown
+from maru_vllm.stats import Counter, MaruStats
 from maru_vllm.worker.half import WorkerHalf
 from maru_vllm.worker.mapping import MappedPool, PoolMapping
 
@@ -247,6 +248,9 @@ class SimEngine:
         self.finish_reasons: dict[str, str] = {}
         self.hits: dict[str, int] = {}
         """Tokens that were loaded from the pool for a request when it was last admitted."""
+        self.counts = MaruStats()
+        """What the connector counted, as vLLM carried it to its loggers."""
+        self.preemptions = 0
         self.written_to: set[Generation] = set()
         """Space that a worker was told to write to."""
         spec = FullAttentionSpec(
@@ -361,6 +365,7 @@ class SimEngine:
         assert isinstance(metadata, MaruConnectorMetadata)
         for job in metadata.loads:
             self.hits[job.request_id] = BLOCK_SIZE * sum(len(c.block_ids) for c in job.chunks)
+        self.preemptions += len(output.preempted_req_ids or ())
         self.written_to.update(job.chunk.extent.generation for job in metadata.stores)
         results = [worker.execute(output, self._forward(output, worker)) for worker in self.workers]
         result = self._aggregator.aggregate(list(results))
@@ -388,6 +393,8 @@ class SimEngine:
         for worker, place in zip(self.workers, step.places, strict=True):
             worker.device.run_to(place)  # its tokens are known, so its forward is over
         for outputs in self.scheduler.update_from_output(step.output, step.result).values():
+            if (stats := outputs.scheduler_stats) is not None:
+                self.counts.aggregate(MaruStats(data=stats.kv_connector_stats or {}))
             for answer in outputs.outputs:
                 self.answers[answer.request_id] += answer.new_token_ids
                 if answer.finish_reason is not None:
@@ -408,6 +415,6 @@ class SimEngine:
         assert not self.half._lookups._lookups
         assert not self.half._stores._wanted
         assert all(worker.half._book.idle for worker in self.workers)
-        stats = self.half.take_stats()
-        errors = 0 if stats is None else stats.data.get("internal_errors", 0)
+        self.counts.aggregate(self.half.take_stats() or MaruStats())
+        errors = self.counts.value(Counter.INTERNAL_ERRORS)
         assert errors == 0, f"{self.name}: {errors} internal errors"

@@ -87,6 +87,9 @@ class Simulation:
         self._aborted: set[str] = set()
         self._kills = 0
         self._fillers = 0
+        self._hog: LocalPlane | None = None
+        self._hog_owner = OwnerToken(1 << 41)
+        self._commits_seen = (-1, -1)
 
     def close(self) -> None:
         """Remove the pool; idempotent."""
@@ -166,16 +169,34 @@ class Simulation:
         if self.server.service is None:
             return
         other = LocalPlane(self.server, OwnerToken(1 << 40), clock=self.clock)
-        for _ in range(num_objects):
-            self._fillers += 1
-            key = Key(self._fillers.to_bytes(32, "little"))
-            reply = other.reserve(
-                FILLER, [ReserveItem(key, None, self._object_bytes)], timeout_s=1.0
-            )
-            if (extent := reply.results[0].extent) is not None:
-                self.pool.payload(extent)[:] = bytes([0xEE]) * self._object_bytes
-                other.commit([CommitItem(extent.generation, ())], timeout_s=1.0)
+        extents = self._reserve_filler(other, num_objects)
+        for extent in extents:
+            self.pool.payload(extent)[:] = bytes([0xEE]) * extent.length
+        other.commit([CommitItem(extent.generation, ()) for extent in extents], timeout_s=1.0)
         other.close()
+
+    def hog(self, num_objects: int) -> None:
+        """Another user reserves so many objects and keeps them until the next ``hog``."""
+        if self._hog is not None:
+            self._hog.close()
+            self._hog = None
+            self.owners.dead.add(self._hog_owner)
+            if self.server.service is not None:
+                self.server.service.tend()
+        if self.server.service is not None and num_objects:
+            self._hog_owner = OwnerToken(self._hog_owner + 1)
+            self._hog = LocalPlane(self.server, self._hog_owner, clock=self.clock)
+            self._reserve_filler(self._hog, num_objects)
+
+    def _reserve_filler(self, plane: LocalPlane, num_objects: int) -> list[Extent]:
+        first = self._fillers
+        self._fillers += num_objects
+        items = [
+            ReserveItem(Key(i.to_bytes(32, "little")), None, self._object_bytes)
+            for i in range(first, first + num_objects)
+        ]
+        reply = plane.reserve(FILLER, items, timeout_s=1.0)
+        return [result.extent for result in reply.results if result.extent is not None]
 
     def engine_of(self, name: str) -> SimEngine:
         """Where a request was sent."""
@@ -218,8 +239,13 @@ class Simulation:
 
     def check_pool(self) -> None:
         """Every newly sealed object holds what its key stands for."""
-        if self.server.service is None:
+        service = self.server.service
+        if service is None:
             return
+        commits = (service.epoch, service.index.counts().committed_total)
+        if commits == self._commits_seen:
+            return
+        self._commits_seen = commits
         for row in self.objects():
             if row.namespace == FILLER:
                 continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, unique
 
 import pytest
 from copies import Pace, ScriptedCopies
@@ -17,6 +18,7 @@ from simulation import Simulation
 from vllm.v1.request import RequestStatus
 
 from maru_shm.control.local import Delivery, Fate
+from maru_vllm.stats import Counter
 from maru_vllm.worker.copy_runner import CopyTask
 
 
@@ -89,6 +91,13 @@ class Pressure:
 
 
 @dataclass(frozen=True)
+class Hog:
+    """Another user of the pool reserves so much and does not let go until the next of these."""
+
+    objects: int
+
+
+@dataclass(frozen=True)
 class Wait:
     """Time passes without a step: leases grow old."""
 
@@ -113,6 +122,7 @@ Action = (
     | KillServer
     | StartServer
     | Pressure
+    | Hog
     | Wait
     | ResetRunning
 )
@@ -124,33 +134,36 @@ workers = st.integers(0, 2 * NUM_ENGINES - 1)
 arrivals = st.builds(
     Arrive,
     engine=engines,
-    prefix=st.integers(0, 1),
-    shared_tokens=st.integers(1, 24),
+    prefix=st.sampled_from([0, 0, 0, 1]),
+    shared_tokens=st.sampled_from([8, 16, 17, 20, 24, 24]),
     own_tokens=st.integers(0, 9),
-    max_tokens=st.integers(1, 9),
+    max_tokens=st.integers(1, 12),
 )
 deliveries = st.builds(
     Delivery,
-    fate=st.sampled_from([Fate.DELIVERED, Fate.DELIVERED, Fate.LOST]),
-    request_ticks=st.integers(0, 3),
-    reply_ticks=st.integers(0, 6),
+    fate=st.sampled_from([Fate.DELIVERED, Fate.DELIVERED, Fate.DELIVERED, Fate.LOST]),
+    request_ticks=st.sampled_from([0, 0, 1, 3]),
+    reply_ticks=st.sampled_from([0, 0, 1, 3, 6, 25]),
 )
-actions: st.SearchStrategy[Action] = st.one_of(
-    arrivals,
-    arrivals,
-    st.builds(Steps, st.integers(1, 6)),
-    st.builds(Steps, st.integers(1, 3)),
-    st.builds(Abort, st.integers(0, 7)),
-    st.builds(Copies, workers, st.integers(0, 5)),
-    st.builds(SetPace, workers, st.sampled_from(list(Pace))),
-    st.builds(FailCopies, workers, st.integers(0, 3)),
-    st.builds(Network, engines, deliveries),
-    st.just(KillServer()),
-    st.just(StartServer()),
-    st.builds(Pressure, st.integers(1, 60)),
-    st.builds(Wait, st.sampled_from([0.1, 12.0, 31.0])),
-    st.builds(ResetRunning, engines),
-)
+WEIGHTED: list[tuple[int, st.SearchStrategy[Action]]] = [
+    (8, arrivals),
+    (4, st.builds(Steps, st.integers(1, 3))),
+    (6, st.builds(Steps, st.integers(6, 16))),
+    (2, st.builds(Abort, st.integers(0, 7))),
+    (2, st.builds(Copies, workers, st.integers(0, 5))),
+    (2, st.builds(SetPace, workers, st.sampled_from(list(Pace)))),
+    (1, st.builds(FailCopies, workers, st.integers(0, 3))),
+    (1, st.builds(Network, engines, deliveries)),
+    (1, st.just(KillServer())),
+    (2, st.just(StartServer())),
+    (2, st.builds(Pressure, st.integers(20, 200))),
+    (1, st.builds(Hog, st.sampled_from([0, 1000]))),
+    (1, st.builds(Wait, st.sampled_from([0.1, 12.0, 31.0]))),
+    (1, st.builds(ResetRunning, engines)),
+]
+actions: st.SearchStrategy[Action] = st.sampled_from(
+    [strategy for weight, strategy in WEIGHTED for _ in range(weight)]
+).flatmap(lambda strategy: strategy)
 options = st.builds(
     EngineOptions,
     num_blocks=st.sampled_from([12, 14, 20, 64]),
@@ -204,6 +217,8 @@ class Player:
                 sim.start_server()
             case Pressure():
                 sim.fill(action.objects)
+            case Hog():
+                sim.hog(action.objects)
             case Wait():
                 sim.clock.now += action.seconds
             case ResetRunning():
@@ -223,6 +238,7 @@ class Player:
             engine.set_pace(Pace.NEXT_STEP)
             plane.deliver = lambda _: Delivery()
         self._sim.start_server()
+        self._sim.hog(0)
         self._sim.finish()
 
 
@@ -235,8 +251,35 @@ def _may_be_aborted(sim: Simulation, name: str) -> bool:
     return status is not None and not RequestStatus.is_finished(status)
 
 
-def play(chosen: EngineOptions, late_forward: bool, script: list[Action]) -> None:
-    sim = Simulation(chosen, num_engines=NUM_ENGINES, pool_bytes=1 << 18)
+@unique
+class Reached(Enum):
+    """What random scripts must have brought about, or they prove nothing."""
+
+    LOAD = "a load"
+    FAILED_LOAD = "a load that failed"
+    LATE_LOOKUP = "a lookup without an answer in time"
+    STORE = "a store"
+    FAILED_STORE = "a store that failed"
+    LOST_STORE = "a store whose reservation was lost"
+    NO_SPACE = "a store without space"
+    PREEMPTION = "a preemption"
+    EVICTION = "an eviction"
+
+
+_COUNTED = {
+    Reached.LOAD: Counter.LOADED_TOKENS,
+    Reached.FAILED_LOAD: Counter.LOADS_FAILED,
+    Reached.LATE_LOOKUP: Counter.LOOKUPS_LATE,
+    Reached.STORE: Counter.STORED_CHUNKS,
+    Reached.FAILED_STORE: Counter.STORES_FAILED,
+    Reached.LOST_STORE: Counter.STORES_LOST,
+    Reached.NO_SPACE: Counter.STORES_NO_SPACE,
+}
+
+
+def play(chosen: EngineOptions, late_forward: bool, script: list[Action]) -> set[Reached]:
+    """Play a script to its end; what it brought about."""
+    sim = Simulation(chosen, num_engines=NUM_ENGINES, pool_bytes=1 << 17)
     try:
         for engine in sim.engines:
             engine.late_forward = late_forward
@@ -244,25 +287,47 @@ def play(chosen: EngineOptions, late_forward: bool, script: list[Action]) -> Non
         for action in script:
             player.play(action)
         player.end()
+        return _reached(sim)
     finally:
         sim.close()
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate, Phase.shrink],
-)
-@given(options, st.booleans(), st.lists(actions, min_size=4, max_size=24))
-def test_random_scripts_end_with_nothing_left_and_no_wrong_byte(
-    chosen: EngineOptions, late_forward: bool, script: list[Action]
-) -> None:
-    play(chosen, late_forward, script)
+def _reached(sim: Simulation) -> set[Reached]:
+    reached = {
+        what
+        for what, counter in _COUNTED.items()
+        if any(engine.counts.value(counter) for engine in sim.engines)
+    }
+    if any(engine.preemptions for engine in sim.engines):
+        reached.add(Reached.PREEMPTION)
+    if sim.server.service is not None and sim.server.service.index.counts().evicted_total:
+        reached.add(Reached.EVICTION)
+    return reached
+
+
+def test_random_scripts_end_with_nothing_left_and_no_wrong_byte() -> None:
+    reached: set[Reached] = set()
+
+    @settings(
+        max_examples=100,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    )
+    @given(options, st.booleans(), st.lists(actions, min_size=12, max_size=32))
+    def every_script_ends_well(
+        chosen: EngineOptions, late_forward: bool, script: list[Action]
+    ) -> None:
+        reached.update(play(chosen, late_forward, script))
+
+    every_script_ends_well()
+    missing = set(Reached) - reached
+    assert not missing, f"no script brought about {[what.value for what in missing]}"
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(options, st.booleans(), st.lists(actions, min_size=8, max_size=60))
 def test_many_long_random_scripts_end_the_same_way(

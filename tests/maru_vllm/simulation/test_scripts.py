@@ -185,6 +185,22 @@ def test_failed_stores_leave_no_object_and_no_reservation(
     assert sim.objects() == []
 
 
+@BOTH_SCHEDULERS
+def test_reservations_granted_after_a_preemption_took_the_blocks_are_given_back(
+    simulate: Simulate, async_scheduling: bool
+) -> None:
+    options = EngineOptions(num_blocks=8, prefix_caching=False, async_scheduling=async_scheduling)
+    sim = simulate(options)
+    sim.planes[0].deliver = lambda request: Delivery(
+        reply_ticks=9 if isinstance(request, Reserve) else 0
+    )
+    sim.arrive("a", tokens=range(12), max_tokens=14)
+    sim.arrive("b", tokens=range(50, 60), max_tokens=14)
+    sim.run()
+    assert sim.engine.preemptions
+    sim.finish()
+
+
 def test_after_a_reset_of_the_cache_nothing_old_is_found(simulate: Simulate) -> None:
     sim = simulate(EngineOptions(prefix_caching=False))
     sim.arrive("a", tokens=range(20))
