@@ -131,6 +131,11 @@ class ApiServer:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """Of the API server's own process, and of the session that it leads."""
+        return self._process.pid
+
     def is_ready(self) -> bool:
         """Whether it answers. Raises CommandFailed, with the log's end, if it has ended."""
         status = self._process.poll()
