@@ -205,8 +205,10 @@ def test_an_object_that_is_not_what_was_leased_ends_in_a_failed_load(
     """B10: a load that found nothing is never a success."""
     extent = put_chunk(store, cache_tensors(seed=1), KVLayout.LBHNC)
     damage(store, extent)
+    caches = cache_tensors(seed=2)
+    before = [block_bytes(caches, block) for block in TARGET]
     runner = ScriptedRunner()
-    half = worker(store, cache_tensors(seed=2), runner, verify=Verify.FULL)
+    half = worker(store, caches, runner, verify=Verify.FULL)
     step(half, runner, MaruConnectorMetadata(store.ref(), loads=(load_job(1, extent, TARGET),)))
     reports = half.transfer_results()
     assert reports.finished_recving == reports.failed_recving == {"r"}
@@ -214,6 +216,8 @@ def test_an_object_that_is_not_what_was_leased_ends_in_a_failed_load(
     assert report.outcome is outcome
     suspects = (int(extent.generation),) if outcome is JobOutcome.SUSPECT else ()
     assert report.suspect_generations == suspects
+    if damage is not flip_payload:  # The others are found before anything is copied.
+        assert [block_bytes(caches, block) for block in TARGET] == before
 
 
 def test_all_damaged_objects_of_a_load_are_named_and_no_sound_one(store: Store) -> None:
