@@ -82,6 +82,8 @@ class MaruConnectorMetadata(KVConnectorMetadata):
 
 @unique
 class JobOutcome(Enum):
+    """How a job ended on one rank."""
+
     DONE = 0
     FAILED = 1
     """The copy could not be made (mapping gone, I/O error). Nothing is known about the object."""
@@ -122,6 +124,7 @@ class MaruWorkerMetadata(KVConnectorWorkerMetadata):
     """How much of this worker's mapping is populated; the least over the ranks."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> MaruWorkerMetadata:
+        """One rank's word after another's; vLLM calls this once per further rank."""
         assert isinstance(other, MaruWorkerMetadata)
         return MaruWorkerMetadata(
             stores=self.stores + other.stores,
