@@ -98,6 +98,13 @@ class Child:
                 return str(request.status.name)
         return "gone"
 
+    def step_until(self, request_id: str, status: str) -> None:
+        give_up = time.monotonic() + DRAIN_TIMEOUT_S
+        while self.status(request_id) != status:
+            self.step(1)
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"{request_id} is {self.status(request_id)}, never {status}")
+
     def drain(self) -> None:
         """What the core's busy loop does in a server: step on while the scheduler wants to."""
         give_up = time.monotonic() + DRAIN_TIMEOUT_S

@@ -62,12 +62,7 @@ def test_an_abort_during_a_load_leaves_every_block_and_lease_free(
     for attempt in range(3):
         request_id = f"aborted-{attempt}"
         second.call("add", request_id=request_id, prompt=prompt, max_tokens=8, salt=None)
-        for _ in range(200):
-            second.call("step", steps=1)
-            if second.call("status", request_id=request_id) == "WAITING_FOR_REMOTE_KVS":
-                break
-        else:
-            pytest.fail("the request never waited for a load")
+        second.call("step_until", request_id=request_id, status="WAITING_FOR_REMOTE_KVS")
         second.call("abort", request_id=request_id)
         second.call("drain")
         assert second.call("status", request_id=request_id) == "gone"
