@@ -19,6 +19,8 @@ CHUNK_TOKENS = 64
 """Small, so that a hit ends where vLLM's own prefix cache hit ends (see ``prompt_of``)."""
 LOOKUP_TIMEOUT_MS = 5000
 """Far above the default: tests share two cores with engines that start, and expect every hit."""
+POOL_BYTES = 128 << 20
+"""About 2000 chunks of the tiny model; the default would populate gigabytes of memory."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class EngineSettings:
                 "kv_connector_extra_config": {
                     "maru_kv_chunk_tokens": CHUNK_TOKENS,
                     "maru_lookup_timeout_ms": LOOKUP_TIMEOUT_MS,
+                    "maru_pool_size": POOL_BYTES,
                     **self.maru,
                 },
             }
