@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NewType
 
 KEY_BYTES = 32
-"""Length of an object key and of a namespace: a 256-bit digest each (docs/design.md, "Identity")."""
+"""Length of an object key and of a namespace: a 256-bit digest (docs/design.md, "Identity")."""
 
 Key = NewType("Key", bytes)
 """Content-derived name of an object inside its namespace, exactly ``KEY_BYTES`` long."""
