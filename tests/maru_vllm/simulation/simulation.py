@@ -32,7 +32,7 @@ from maru_shm.control.messages import (
     ObjectState,
     ReserveItem,
 )
-from maru_shm.control.recovery import recover
+from maru_shm.control.recovery import LEASE_TERM_S, recover
 from maru_shm.pool.pool import create_pool
 from maru_shm.types import Extent, Generation, Key, Namespace, OwnerToken
 from maru_vllm.identity import chunk_key
@@ -41,6 +41,9 @@ FILLER = Namespace(b"another user of the same pool...")
 
 STEP_S = 0.005
 """How far the clock goes on in a step."""
+
+MAX_REPLY_TICKS = 60
+"""Scripts delay no message by more than this."""
 
 MAX_STEPS = 400
 """A script that needs more is stuck."""
@@ -86,6 +89,8 @@ class Simulation:
         self._sealed_seen: dict[Generation, Key] = {}
         self._aborted: set[str] = set()
         self._kills = 0
+        self.messages_lost = False
+        """Set by scripts that lose requests while the server lives."""
         self._fillers = 0
         self._hog: LocalPlane | None = None
         self._hog_owner = OwnerToken(1 << 41)
@@ -271,6 +276,9 @@ class Simulation:
         if self.server.service is None:
             self.start_server()
         self.run()
+        for plane in self.planes:
+            for _ in range(MAX_REPLY_TICKS):  # answers that came too late for anybody to wait
+                plane.poll()
         for _ in range(4):  # what waited for the server to come back
             self.step()
         self.run()
@@ -282,6 +290,10 @@ class Simulation:
             engine.check_empty()
         assert self.server.service is not None
         self.server.service.index.check_invariants()
+        if self.messages_lost:
+            # A release that got lost is made good by the lease's term, and by nothing else.
+            self.clock.now += LEASE_TERM_S + 1
+            self.server.service.tend()
         counts = self.server.service.index.counts()
         assert counts.leases == 0, f"{counts.leases} leases left"
         assert counts.reservations == 0, f"{counts.reservations} reservations left"
