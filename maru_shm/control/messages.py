@@ -6,6 +6,7 @@ Every request is a batch. How they look on the wire, and the protocol's version,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, unique
 
@@ -93,8 +94,9 @@ class LeaseGrant:
     epoch: int
     lease: LeaseId | None
     """None when nothing was found."""
-    extents: tuple[Extent | None, ...]
-    """For ``LookupPrefix`` the found prefix only (no None); for ``LookupEach`` one per key."""
+    extents: Sequence[Extent | None]
+    """For ``LookupPrefix`` the found prefix only (no None); for ``LookupEach`` one per key.
+    Immutable: a tuple, or ``maru_shm.extents.Extents``, which builds what is looked at."""
 
 
 @dataclass(frozen=True, slots=True)

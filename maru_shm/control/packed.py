@@ -1,4 +1,4 @@
-"""Many small values as one byte string: keys, 64-bit integers, extents, rows.
+"""Many small values as one byte string: keys and 64-bit integers (extents: ``maru_shm.extents``).
 
 A frame carries its bulk in these strings because msgpack would otherwise make one object per
 key and per field: measured here, 128 keys take 3 us this way and 330 us through dacite. All
@@ -11,35 +11,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import repeat
-from typing import Any
 
-from maru_shm.types import KEY_BYTES, Extent, Generation, Key
-
-_EXTENT_BYTES = 24
+from maru_shm.types import KEY_BYTES, Key
 
 _ONE_LENGTH = frozenset((KEY_BYTES,))
 
 _MOST_CACHED_KEYS = 1024
 """Longer key strings are sliced: their struct would be big, and no request is that long often."""
-
-
-class _BlankExtent:
-    """An extent while it is filled in. Its slots are ``Extent``'s, so it can become one.
-
-    The constructor of a frozen dataclass goes through ``object.__setattr__`` for every field:
-    80 us for the 128 extents of a lookup, against 30 us this way (Python 3.11, measured here).
-    """
-
-    __slots__ = ("generation", "length", "offset")
-
-    offset: int
-    length: int
-    generation: int
-
-
-_new_blank = object.__new__
-_ABSENT = Extent(0, 0, Generation(0))
 
 
 @lru_cache(maxsize=64)
@@ -77,40 +55,3 @@ def take_u64s(packed: bytes) -> tuple[int, ...]:
     if rest:
         raise ValueError(f"integer string of {len(packed)} bytes is not a multiple of 8")
     return struct.unpack(f"<{count}Q", packed)
-
-
-def put_extents(extents: Sequence[Extent | None]) -> bytes:
-    """All offsets, then all lengths, then all generations, 8 bytes each; zeros stand for None.
-
-    By columns, because Python goes through one attribute of many objects faster than through
-    three of each.
-    """
-    try:
-        return struct.pack(
-            f"<{3 * len(extents)}Q",
-            *[extent.offset for extent in extents],  # type: ignore[union-attr]
-            *[extent.length for extent in extents],  # type: ignore[union-attr]
-            *[extent.generation for extent in extents],  # type: ignore[union-attr]
-        )
-    except AttributeError:  # there is a None: rare, and looking for it is not free
-        return put_extents([_ABSENT if extent is None else extent for extent in extents])
-
-
-def take_extents(packed: bytes) -> tuple[Extent | None, ...]:
-    """The extents of ``put_extents``; a generation of 0 reads as None."""
-    count, rest = divmod(len(packed), _EXTENT_BYTES)
-    if rest:
-        raise ValueError(
-            f"extent string of {len(packed)} bytes is not a multiple of {_EXTENT_BYTES}"
-        )
-    numbers = struct.unpack(f"<{3 * count}Q", packed)
-    generations = numbers[2 * count :]
-    extents: list[Any] = list(map(_new_blank, repeat(_BlankExtent, count)))
-    extent: Any
-    for extent, extent.offset, extent.length, extent.generation in zip(
-        extents, numbers[:count], numbers[count : 2 * count], generations, strict=True
-    ):
-        extent.__class__ = Extent
-    if 0 in generations:
-        return tuple(extent if extent.generation else None for extent in extents)
-    return tuple(extents)

@@ -170,12 +170,12 @@ class Service:
     def _lookup_prefix(self, request: m.LookupPrefix) -> m.Reply:
         self._check_open(request.session)
         found = self._index.lookup_prefix(request.session, request.namespace, request.keys)
-        return m.LeaseGrant(self._epoch, found.lease, tuple(found.extents))
+        return m.LeaseGrant(self._epoch, found.lease, found.extents)
 
     def _lookup_each(self, request: m.LookupEach) -> m.Reply:
         self._check_open(request.session)
         found = self._index.lookup_each(request.session, request.namespace, request.keys)
-        return m.LeaseGrant(self._epoch, found.lease, tuple(found.extents))
+        return m.LeaseGrant(self._epoch, found.lease, found.extents)
 
     def _renew(self, request: m.RenewLeases) -> m.Reply:
         self._check_open(request.session)

@@ -25,13 +25,12 @@ import msgpack  # type: ignore[import-untyped]
 from maru_shm.control import messages as m
 from maru_shm.control.errors import BadFrame, WrongVersion
 from maru_shm.control.packed import (
-    put_extents,
     put_keys,
     put_u64s,
-    take_extents,
     take_keys,
     take_u64s,
 )
+from maru_shm.extents import Extents
 from maru_shm.types import (
     KEY_BYTES,
     Extent,
@@ -382,13 +381,13 @@ def _take_session_opened(fields: Fields) -> m.SessionOpened:
 
 
 def _put_lease_grant(r: m.LeaseGrant) -> Fields:
-    return (r.epoch, r.lease or 0, put_extents(r.extents))
+    return (r.epoch, r.lease or 0, Extents.of(r.extents).packed)
 
 
 def _take_lease_grant(fields: Fields) -> m.LeaseGrant:
     epoch, lease, extents = _count(fields, 3)
     return m.LeaseGrant(
-        _int(epoch), LeaseId(_int(lease)) or None, _bounded(take_extents(_bytes(extents)))
+        _int(epoch), LeaseId(_int(lease)) or None, _bounded(Extents(_bytes(extents)))
     )
 
 
@@ -410,13 +409,13 @@ def _put_reserved(r: m.Reserved) -> Fields:
     return (
         r.epoch,
         bytes(result.outcome.value for result in results),
-        put_extents([result.extent for result in results]),
+        Extents.of(result.extent for result in results).packed,
     )
 
 
 def _take_reserved(fields: Fields) -> m.Reserved:
     epoch, outcomes, packed_extents = _count(fields, 3)
-    extents = _bounded(take_extents(_bytes(packed_extents)))
+    extents = _bounded(Extents(_bytes(packed_extents)))
     _same_length(extents, _bytes(outcomes))
     results = []
     for value, extent in zip(outcomes, extents, strict=True):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from maru_shm.control.messages import ReserveResult
+from maru_shm.extents import Extents
 from maru_shm.index.effects import Effect
-from maru_shm.types import Extent, Generation, LeaseId, SessionId
+from maru_shm.types import Generation, LeaseId, SessionId
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class Lookup:
 
     lease: LeaseId | None
     """None when nothing was found."""
-    extents: list[Extent | None]
+    extents: Extents
     """The found prefix only (``lookup_prefix``), or one per key (``lookup_each``)."""
 
 

@@ -6,16 +6,18 @@ children are found again when it comes (back). Both are internal to ``maru_shm.i
 
 Written by hand with ``__slots__`` and intrusive sibling links because there may be ten million
 of them: with its extent, key and dictionary slot an entry takes about 450 bytes
-(benchmarks/index_scale.py measures it).
+(benchmarks/index_scale.py measures it). The extent is kept packed, as lookups hand it on.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from enum import Enum, unique
 from typing import TYPE_CHECKING
 
-from maru_shm.types import Extent, Key
+from maru_shm.extents import pack_extent, unpack_extent
+from maru_shm.types import Extent, Generation, Key
 
 if TYPE_CHECKING:
     from maru_shm.index.forest import Forest
@@ -36,6 +38,10 @@ class EntryState(Enum):
     """Reservation of an earlier epoch whose writer may still write; in no forest."""
     GONE = 5
     """Has no slot any more. Only stale references see this."""
+
+
+_U64 = struct.Struct("<Q")
+_GENERATION_AT = 16
 
 
 class Node:
@@ -66,10 +72,10 @@ class Entry(Node):
     """One object's slot, reserved or sealed."""
 
     __slots__ = (
-        "extent",
         "heir",
         "leases",
         "next_sibling",
+        "packed_extent",
         "parent",
         "previous_sibling",
         "segment",
@@ -87,7 +93,7 @@ class Entry(Node):
         stamp: float,
     ) -> None:
         super().__init__(key, forest)
-        self.extent = extent
+        self.packed_extent = pack_extent(extent)
         self.segment = segment
         self.state = state
         self.stamp = stamp
@@ -102,9 +108,20 @@ class Entry(Node):
         objects 128 keys took 17 us this way and 43 us through the dictionary)."""
 
     @property
+    def extent(self) -> Extent:
+        """Where the payload lies, and which grant of the slot this is; built anew every time."""
+        return unpack_extent(self.packed_extent)
+
+    @property
+    def generation(self) -> Generation:
+        """That of ``extent``."""
+        return Generation(_U64.unpack_from(self.packed_extent, _GENERATION_AT)[0])
+
+    @property
     def slot_offset(self) -> int:
         """Bytes from the pool's start to the slot's header."""
-        return self.extent.offset - self.segment.size_class.shape.payload_offset
+        offset: int = _U64.unpack_from(self.packed_extent)[0]
+        return offset - self.segment.size_class.shape.payload_offset
 
     @property
     def idle(self) -> bool:

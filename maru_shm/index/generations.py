@@ -26,7 +26,7 @@ class ByGeneration:
 
     def append(self, entry: Entry) -> None:
         """Add an entry whose generation is higher than every one added before."""
-        generation = entry.extent.generation
+        generation = entry.generation
         if not self._room or not self._pages:
             self._firsts.append(generation)
             self._pages.append({})
@@ -41,7 +41,7 @@ class ByGeneration:
 
     def remove(self, entry: Entry) -> None:
         """Forget an entry that is there."""
-        generation = entry.extent.generation
+        generation = entry.generation
         position = bisect_right(self._firsts, generation) - 1
         page = self._pages[position]
         del page[generation]

@@ -30,6 +30,7 @@ from maru_shm.control.messages import (
     ObjectState,
     ReserveItem,
 )
+from maru_shm.extents import ABSENT_EXTENT, Extents
 from maru_shm.index.answers import (
     CommitAnswer,
     CountAnswer,
@@ -51,7 +52,6 @@ from maru_shm.index.reserving import Reserving
 from maru_shm.index.restoring import restore
 from maru_shm.index.segments import Segments
 from maru_shm.types import (
-    Extent,
     Generation,
     Key,
     LeaseId,
@@ -170,14 +170,14 @@ class Index:
                 entry.leases += 1
                 append(entry)
                 heir = entry.heir
-        extents: list[Extent | None] = [entry.extent for entry in found]
+        extents = Extents(b"".join([entry.packed_extent for entry in found]))
         return Lookup(self._lease(holder, found, len(keys)), extents)
 
     def lookup_each(self, session: SessionId, namespace: Namespace, keys: Sequence[Key]) -> Lookup:
         """Find and lease every sealed object among the keys; None where there is none."""
         holder = self._session(session)
         found: list[Entry] = []
-        extents: list[Extent | None] = [None] * len(keys)
+        extents = [ABSENT_EXTENT] * len(keys)
         forest = self._catalog.forests.get(namespace)
         if forest is not None:
             get, append = forest.sealed.get, found.append
@@ -189,9 +189,10 @@ class Index:
                     continue
                 entry.leases += 1
                 append(entry)
-                extents[position] = entry.extent
+                extents[position] = entry.packed_extent
                 heir = entry.heir
-        return Lookup(self._lease(holder, found, len(keys)), extents)
+        lease = self._lease(holder, found, len(keys))
+        return Lookup(lease, Extents(b"".join(extents)))
 
     def renew(self, session: SessionId, leases: Sequence[LeaseId]) -> list[LeaseId]:
         """Begin the terms of these leases anew; returns those that no longer stand."""

@@ -94,12 +94,10 @@ def _check_states(catalog: Catalog, occupants: set[Entry], sessions: Iterable[Se
 
     listed = catalog.by_generation.after(Generation(0), len(occupants) + 1)
     assert set(listed) == sealed | reserved, "generations list something else"
-    numbers = [entry.extent.generation for entry in listed]
+    numbers = [entry.generation for entry in listed]
     assert numbers == sorted(set(numbers)), "generations are not ascending"
     for entry in listed:
-        assert catalog.by_generation.get(entry.extent.generation) is entry, (
-            "not found by generation"
-        )
+        assert catalog.by_generation.get(entry.generation) is entry, "not found by generation"
 
     held = [entry for session in sessions for entry in session.reservations.values()]
     assert len(held) == len(set(held)), "two sessions hold one reservation"

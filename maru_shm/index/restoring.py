@@ -50,7 +50,7 @@ def restore(
                 catalog.quarantine.setdefault(item.owner, {})[item.generation] = entry
             else:
                 effects.append(WriteFree(item.slot_offset))
-    sealed.sort(key=lambda pair: pair[0].extent.generation)
+    sealed.sort(key=lambda pair: pair[0].generation)
     _list_sealed(catalog, sealed, now, effects)
     for segment in adopted:
         if not segment.used:
@@ -66,12 +66,12 @@ def _list_sealed(
 ) -> None:
     last_generation = 0
     for entry, parent in sealed:
-        if entry.extent.generation == last_generation:
+        if entry.generation == last_generation:
             effects.append(WriteFree(entry.slot_offset))
             catalog.vacate(entry)
             catalog.prune(entry.forest)
             continue
-        last_generation = entry.extent.generation
+        last_generation = entry.generation
         older = entry.forest.sealed.get(entry.key)
         if older is not None:
             catalog.drop(older, effects)

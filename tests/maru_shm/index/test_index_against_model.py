@@ -186,14 +186,14 @@ class IndexMachine(RuleBasedStateMachine):
             if wanted not in self.model.sealed:
                 break
             expected.append(self.model.sealed[wanted])
-        assert found.extents == expected
+        assert list(found.extents) == expected
         self.leased(SessionId(number), found.lease, expected)
 
     @rule(number=st.integers(1, 2), keys=st.lists(st.sampled_from(KEYS), max_size=3))
     def look_each_up(self, number: int, keys: list[Key]) -> None:
         found = self.rig.index.lookup_each(SessionId(number), NS, keys)
         expected = [self.model.sealed.get(wanted) for wanted in keys]
-        assert found.extents == expected
+        assert list(found.extents) == expected
         self.leased(SessionId(number), found.lease, [e for e in expected if e is not None])
 
     def leased(self, session: SessionId, lease: LeaseId | None, extents: list[Extent]) -> None:

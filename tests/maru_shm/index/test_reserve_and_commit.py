@@ -17,7 +17,7 @@ def test_an_object_is_found_only_after_its_commit(rig: Rig) -> None:
     assert rig.use("a") == 0
     rig.commit(extent)
     lookup = rig.index.lookup_prefix(rig.session, NS, [key("a")])
-    assert lookup.extents == [extent]
+    assert list(lookup.extents) == [extent]
 
 
 def test_a_second_writer_learns_that_a_key_is_being_written_and_then_that_it_is_there(
