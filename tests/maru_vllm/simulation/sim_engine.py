@@ -6,9 +6,11 @@ connector's halves, the copy plans, the pool and the server's logic are the real
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
 import json
+import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -94,6 +96,7 @@ class MaruSimConnector(MaruKVConnector):
 @functools.cache
 def _vllm_config(async_scheduling: bool) -> VllmConfig:
     folder = Path(tempfile.mkdtemp(prefix="maru-sim-model-"))
+    atexit.register(shutil.rmtree, folder)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
