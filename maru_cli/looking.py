@@ -77,10 +77,8 @@ class Looker:
             time.sleep(_WAIT_S)
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while time.monotonic() < deadline:
-            frame = self._transport.receive()
-            if frame is None:
-                self._transport.wait(_WAIT_S)
-            elif frame.request_id == request_id:
+            frame = self._transport.receive_within(deadline - time.monotonic())
+            if frame is not None and frame.request_id == request_id:
                 if isinstance(frame.reply, Refused):
                     raise RequestRefused(frame.reply.code, frame.reply.message)
                 if isinstance(frame.reply, kind):

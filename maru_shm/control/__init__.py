@@ -5,7 +5,8 @@
     service, sessions         the server's mind: index, pool and sessions behind one ``handle``
     server, recovery          the server's body: sockets, time, signals; opening a pool again
     session_lock, pool_lock   proof of life, and one server per pool
-    exchange                  the client's mind: pending requests, sessions, what arrives late
+    exchange, pending         the client's mind: requests under way, the session, what arrives late
+    blocking                  the same, waiting for every answer
     client, embedded          the client's body: a socket; finding or starting a server
     local                     client and service in one process, without sockets
     runtime_dir               where sockets, locks, log and pool lie

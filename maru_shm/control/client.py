@@ -23,9 +23,9 @@ import zmq
 
 from maru_shm.control import messages as m
 from maru_shm.control.address import check_url
+from maru_shm.control.blocking import BlockingExchange
 from maru_shm.control.embedded import BackgroundStart, EmbeddedServer
 from maru_shm.control.errors import BadFrame
-from maru_shm.control.exchange import Exchange
 from maru_shm.control.runtime_dir import RuntimeDir, find_runtime_dir, runtime_dir_of
 from maru_shm.control.session_lock import create_session_lock
 from maru_shm.control.wire import MAX_FRAME_BYTES, ReplyFrame, decode_reply, encode_request
@@ -39,6 +39,10 @@ _FAREWELL_MS = 200
 
 # As plain integers: the operators of pyzmq's flag types cost microseconds each.
 _NOBLOCK = int(zmq.NOBLOCK)
+_SLICE_MS = 100
+"""The longest wait in one piece: then a client looks whether the server is still there. Most calls
+wait with this very limit, and the socket is told of it once."""
+
 _POLLIN = int(zmq.POLLIN)
 _POLLOUT = int(zmq.POLLOUT)
 
@@ -62,7 +66,7 @@ class SocketTransport:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
         self._socket.connect(url)
-        self._readable = [(self._socket, _POLLIN)]
+        self._receive_ms = -1
         self._events = 0
 
     def send(self, request_id: int, request: m.Request) -> bool:
@@ -86,9 +90,16 @@ class SocketTransport:
                 continue
         return None
 
-    def wait(self, timeout_s: float) -> None:
+    def receive_within(self, timeout_s: float) -> ReplyFrame | None:
         """See ``Transport``."""
-        zmq.zmq_poll(self._readable, max(1, int(timeout_s * 1e3)))
+        limit_ms = _SLICE_MS if timeout_s >= _SLICE_MS / 1e3 else max(1, int(timeout_s * 1e3))
+        if limit_ms != self._receive_ms:
+            self._receive_ms = limit_ms
+            self._socket.setsockopt(zmq.RCVTIMEO, limit_ms)
+        try:
+            return decode_reply(self._socket.recv())
+        except (zmq.Again, BadFrame):
+            return None
 
     def has_peer(self) -> bool:
         """See ``Transport``. With ZMQ_IMMEDIATE a socket without a peer takes no message. As of
@@ -108,7 +119,7 @@ class SocketTransport:
         self._context.destroy(linger=_FAREWELL_MS)
 
 
-class Client(Exchange):
+class Client(BlockingExchange):
     """A session at a server, over a socket. Made by ``connect`` and ``connect_later``."""
 
     def __init__(self, url: str, runtime: RuntimeDir, start: BackgroundStart | None, who: str):

@@ -23,17 +23,15 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from enum import Enum, unique
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from maru_shm.control import messages as m
 from maru_shm.control.errors import (
     BadFrame,
-    ControlError,
     RequestRefused,
-    ServerStartFailed,
     Unreachable,
 )
+from maru_shm.control.pending import PendingReply
 from maru_shm.control.plane import Connection
 from maru_shm.control.wire import ReplyFrame
 from maru_shm.errors import MaruError
@@ -65,8 +63,9 @@ class Transport(Protocol):
     def receive(self) -> ReplyFrame | None:
         """The next reply that has arrived, if any. Never blocks, never raises."""
 
-    def wait(self, timeout_s: float) -> None:
-        """Block until a reply may have arrived, at most ``timeout_s``."""
+    def receive_within(self, timeout_s: float) -> ReplyFrame | None:
+        """The next reply; blocks until it is here, at most ``timeout_s``. None may come early:
+        then look whether there is anything else to do, and wait on. Never raises."""
 
     def has_peer(self) -> bool:
         """Whether somebody was connected who takes messages when ``receive`` found nothing."""
@@ -80,63 +79,8 @@ class Transport(Protocol):
         """Let go of everything. Bounded."""
 
 
-@unique
-class _State(Enum):
-    WAITING = 0
-    DONE = 1
-    FAILED = 2
-    TAKEN = 3
-
-
-class PendingReply(Generic[T]):
-    """A request under way; see ``maru_shm.control.plane.Pending``.
-
-    Dropping it before ``take`` is allowed at any time: what its reply grants is given back.
-    """
-
-    __slots__ = ("__weakref__", "_error", "_exchange", "_reply", "_state", "deadline", "kind")
-
-    def __init__(self, exchange: Exchange, kind: type, deadline: float) -> None:
-        self.deadline = deadline
-        self.kind = kind
-        self._exchange = exchange
-        self._state = _State.WAITING
-        self._reply: T | None = None
-        self._error: ControlError | None = None
-
-    def done(self) -> bool:
-        """Whether ``take`` would return or raise now. Only ``poll`` changes the answer."""
-        return self._state is not _State.WAITING
-
-    def take(self) -> T:
-        """The reply, once. Raises ControlError if it failed, RuntimeError if it is not done."""
-        if self._state is _State.DONE:
-            self._state = _State.TAKEN
-            reply, self._reply = self._reply, None
-            return reply  # type: ignore[return-value]
-        if self._error is not None:
-            raise self._error
-        if self._state is _State.TAKEN:
-            raise RuntimeError("this reply was taken already")
-        raise RuntimeError("no reply yet: poll() until done()")
-
-    def resolve(self, reply: T) -> None:
-        """For the exchange: the reply is here."""
-        self._reply = reply
-        self._state = _State.DONE
-
-    def fail(self, error: ControlError) -> None:
-        """For the exchange: there will be no reply."""
-        self._error = error
-        self._state = _State.FAILED
-
-    def __del__(self) -> None:
-        if self._state is _State.DONE and self._reply is not None:
-            self._exchange.give_back(self._reply)
-
-
 class Exchange:
-    """Requests of one client over one transport: a ``ControlPlane`` with a synchronous face."""
+    """Requests of one client over one transport: a ``ControlPlane``."""
 
     def __init__(
         self, transport: Transport, hello: m.OpenSession, clock: Callable[[], float]
@@ -172,7 +116,10 @@ class Exchange:
             self._arrived(frame)
         if self._connection is not None and not self._transport.has_peer():
             self._lose_server("it hung up, or has stopped reading")
-        now = self._clock()
+        self._attend(self._clock())
+
+    def _attend(self, now: float) -> None:
+        """Whatever is due, whether or not anything came."""
         if now >= self._next_deadline:
             self._expire(now)
         if self._connection is None or self._hello_id is not None:
@@ -261,73 +208,6 @@ class Exchange:
             waiting.fail(Unreachable("the client was closed before the reply came"))
         self._transport.close()
 
-    # ------------------------------------------------------------- the synchronous face
-
-    def wait_connected(self, timeout_s: float) -> Connection:
-        """Wait until a session stands.
-
-        Raises Unreachable after ``timeout_s``, RequestRefused if the server refused the session,
-        ServerStartFailed if it could not be started.
-        """
-        deadline = self._clock() + timeout_s
-        self.poll()
-        while (connection := self._connection) is None:
-            if self._trouble is not None:
-                raise self._trouble
-            self._wait(deadline, "no server answered")
-        return connection
-
-    def lookup_prefix(
-        self, namespace: Namespace, keys: Sequence[Key], timeout_s: float
-    ) -> m.LeaseGrant:
-        """Like ``submit_lookup_prefix``, and wait. As all calls of this face, it raises
-        Unreachable after ``timeout_s`` and RequestRefused if the server says no."""
-        return self._call(lambda left: self.submit_lookup_prefix(namespace, keys, left), timeout_s)
-
-    def lookup_each(
-        self, namespace: Namespace, keys: Sequence[Key], timeout_s: float
-    ) -> m.LeaseGrant:
-        """Find and lease every sealed object among the keys, each on its own."""
-        return self._call(lambda left: self.submit_lookup_each(namespace, keys, left), timeout_s)
-
-    def reserve(
-        self, namespace: Namespace, items: Sequence[m.ReserveItem], timeout_s: float
-    ) -> m.Reserved:
-        """Ask for space for the items, in order; each gets its own answer."""
-        return self._call(lambda left: self.submit_reserve(namespace, items, left), timeout_s)
-
-    def commit(self, items: Sequence[m.CommitItem], timeout_s: float) -> m.Committed:
-        """Make written objects visible."""
-        return self._call(lambda left: self.submit_commit(items, left), timeout_s)
-
-    def abort(self, generations: Sequence[Generation], timeout_s: float) -> m.Done:
-        """Give reservations back that nobody writes to any more."""
-        return self._call(lambda left: self.submit_abort(generations, left), timeout_s)
-
-    def suspect(self, generations: Sequence[Generation], timeout_s: float) -> m.Done:
-        """Report objects that failed a check; they are never served again."""
-        return self._call(lambda left: self.submit_suspect(generations, left), timeout_s)
-
-    def renew(self, leases: Sequence[LeaseId], timeout_s: float) -> m.Renewed:
-        """Begin the term of leases anew."""
-        return self._call(lambda left: self.submit_renew(leases, left), timeout_s)
-
-    def release(self, leases: Sequence[LeaseId], timeout_s: float) -> m.Done:
-        """Give leases back whose objects nobody reads any more."""
-        return self._call(lambda left: self.submit_release(leases, left), timeout_s)
-
-    def delete(self, namespace: Namespace, keys: Sequence[Key], timeout_s: float) -> m.Done:
-        """Remove sealed objects that nobody leases."""
-        return self._call(lambda left: self.submit_delete(namespace, keys, left), timeout_s)
-
-    def stats(self, timeout_s: float) -> m.Stats:
-        """How the server stands."""
-        return self._call(self.submit_stats, timeout_s)
-
-    def list_objects(self, after: Generation, limit: int, timeout_s: float) -> m.ObjectRows:
-        """One page of the listing; see ``ListObjects``."""
-        return self._call(lambda left: self.submit_list_objects(after, limit, left), timeout_s)
-
     # ------------------------------------------------------------------------- sending
 
     def _submit(
@@ -335,7 +215,7 @@ class Exchange:
     ) -> PendingReply[Any]:
         self._check_process()
         connection = self._connection
-        pending: PendingReply[Any] = PendingReply(self, kind, self._clock() + timeout_s)
+        pending: PendingReply[Any] = PendingReply(kind, self._clock() + timeout_s, self.give_back)
         if connection is None:
             pending.fail(Unreachable("no server is connected"))
             return pending
@@ -353,39 +233,6 @@ class Exchange:
         if pending.deadline < self._next_deadline:
             self._next_deadline = pending.deadline
         return pending
-
-    def _call(self, submit: Callable[[float], PendingReply[T]], timeout_s: float) -> T:
-        """Submit and wait; once more if the server did not know the session (it did nothing)."""
-        deadline = self._clock() + timeout_s
-        may_retry = True
-        while True:
-            if self._connection is None:
-                try:
-                    self.wait_connected(deadline - self._clock())
-                except ServerStartFailed as failed:
-                    raise Unreachable(str(failed)) from None
-            pending = submit(deadline - self._clock())
-            while not pending.done():
-                self._wait(deadline, "no answer from the server", waits_for=pending)
-            try:
-                return pending.take()
-            except RequestRefused as refused:
-                if refused.code is not m.ErrorCode.UNKNOWN_SESSION or not may_retry:
-                    raise
-                may_retry = False
-
-    def _wait(self, deadline: float, what: str, waits_for: PendingReply[Any] | None = None) -> None:
-        now = self._clock()
-        if now >= deadline:
-            self.poll()
-            if waits_for is None:
-                raise Unreachable(f"{what} in time")
-            return
-        until = deadline if self._connection is not None else min(deadline, self._next_hello_at)
-        if self._hello_id is not None:
-            until = min(until, self._hello_deadline)
-        self._transport.wait(max(until - now, 0.0005))
-        self.poll()
 
     # ----------------------------------------------------------------------- receiving
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum, unique
 
 from maru_shm.control import messages as m
-from maru_shm.control.exchange import Exchange
+from maru_shm.control.blocking import BlockingExchange
 from maru_shm.control.service import Service
 from maru_shm.control.wire import (
     ReplyFrame,
@@ -158,9 +158,11 @@ class LocalTransport:
             return decode_reply(encode_reply(arrived.request_id, arrived.reply))
         return None
 
-    def wait(self, timeout_s: float) -> None:
-        """See ``Transport``; whatever drives this process's time goes on by one step."""
+    def receive_within(self, timeout_s: float) -> ReplyFrame | None:
+        """See ``Transport``; whatever drives this process's time goes on by one step, and the
+        caller's next ``poll`` is the tick that brings the reply."""
         self._idle()
+        return None
 
     def has_peer(self) -> bool:
         """See ``Transport``."""
@@ -193,7 +195,7 @@ class LocalTransport:
             self._replies.append(moving)
 
 
-class LocalPlane(Exchange):
+class LocalPlane(BlockingExchange):
     """One client of a ``LocalServer``: a ``ControlPlane``, and ``Client``'s synchronous face.
 
     The synchronous calls need a clock that goes on by itself, or by ``idle``.
