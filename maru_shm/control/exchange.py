@@ -28,6 +28,7 @@ from typing import Any, Protocol, TypeVar
 from maru_shm.control import messages as m
 from maru_shm.control.errors import (
     BadFrame,
+    ControlError,
     RequestRefused,
     Unreachable,
 )
@@ -215,23 +216,26 @@ class Exchange:
     ) -> PendingReply[Any]:
         self._check_process()
         connection = self._connection
-        pending: PendingReply[Any] = PendingReply(kind, self._clock() + timeout_s, self.give_back)
         if connection is None:
-            pending.fail(Unreachable("no server is connected"))
-            return pending
+            return self._failed(kind, Unreachable("no server is connected"))
         self._last_id = request_id = self._last_id + 1
         try:
             sent = self._transport.send(request_id, make(SessionId(connection.session)))
         except ValueError as error:
-            pending.fail(RequestRefused(m.ErrorCode.BAD_REQUEST, str(error)))
-            return pending
+            return self._failed(kind, RequestRefused(m.ErrorCode.BAD_REQUEST, str(error)))
         if not sent:
-            pending.fail(Unreachable("the server is gone, or has stopped reading"))
             self._lose_server("a request could not be sent")
-            return pending
+            return self._failed(kind, Unreachable("the server is gone, or has stopped reading"))
+        # All that need not come before the send comes after: the server is at work meanwhile.
+        pending: PendingReply[Any] = PendingReply(kind, self._clock() + timeout_s, self.give_back)
         self._pending[request_id] = weakref.ref(pending)
         if pending.deadline < self._next_deadline:
             self._next_deadline = pending.deadline
+        return pending
+
+    def _failed(self, kind: type, error: ControlError) -> PendingReply[Any]:
+        pending: PendingReply[Any] = PendingReply(kind, self._clock(), self.give_back)
+        pending.fail(error)
         return pending
 
     # ----------------------------------------------------------------------- receiving

@@ -216,11 +216,13 @@ class ServerLoop:
             sender = self._socket.recv()
         except zmq.Again:
             return
-        frame = self._socket.recv()
-        if self._socket.getsockopt(zmq.RCVMORE):
-            while self._socket.getsockopt(zmq.RCVMORE):
-                self._socket.recv()
-            return
+        self._answer(sender, self._socket.recv())
+        # A message is one frame; what an odd peer sends behind it must not be taken for a sender.
+        # Looked for last, where nobody waits for it.
+        while self._socket.getsockopt(zmq.RCVMORE):
+            self._socket.recv()
+
+    def _answer(self, sender: bytes, frame: bytes) -> None:
         try:
             received = decode_request(frame)
         except BadFrame as error:

@@ -162,14 +162,15 @@ class Index:
         forest = self._catalog.forests.get(namespace)
         if forest is not None:
             get, append = forest.sealed.get, found.append
-            heir: Entry | None = None
+            entry: Entry | None = None
             for key in keys:
-                entry = heir if heir is not None and heir.key == key else get(key)
-                if entry is None:
-                    break
+                if entry is None or entry.key != key:
+                    entry = get(key)
+                    if entry is None:
+                        break
                 entry.leases += 1
                 append(entry)
-                heir = entry.heir
+                entry = entry.heir
         extents = Extents(b"".join([entry.packed_extent for entry in found]))
         return Lookup(self._lease(holder, found, len(keys)), extents)
 
