@@ -1,7 +1,8 @@
 """The control plane: who may read and write which bytes of the pool, and how they ask.
 
     messages, plane, errors   what is said: plain values, the interface, what can go wrong
-    wire, packed              how it looks as bytes (docs/protocol.md)
+    wire                      how it looks as bytes (docs/protocol.md): frames
+    request_fields, reply_fields, fields    and what is in them
     service, sessions         the server's mind: index, pool and sessions behind one ``handle``
     server, recovery          the server's body: sockets, time, signals; opening a pool again
     session_lock, pool_lock   proof of life, and one server per pool

@@ -10,9 +10,9 @@ from control_cases import NAMESPACE, FakeClock, chain, granted, key, sealed
 from maru_shm.control import messages as m
 from maru_shm.control.errors import RequestRefused, Unreachable
 from maru_shm.control.exchange import HELLO_TIMEOUT_S
+from maru_shm.control.fields import MAX_ITEMS
 from maru_shm.control.local import Delivery, Fate, LocalPlane, LocalServer, ScriptedOwners
 from maru_shm.control.plane import ControlPlane
-from maru_shm.control.wire import MAX_ITEMS
 from maru_shm.types import OwnerToken
 
 KEYS = [key(number) for number in range(4)]

@@ -15,10 +15,9 @@ from message_strategies import replies, requests, u63
 
 from maru_shm.control import messages as m
 from maru_shm.control.errors import BadFrame, WrongVersion
+from maru_shm.control.fields import MAX_ITEMS, MAX_PARTS
 from maru_shm.control.wire import (
     MAX_FRAME_BYTES,
-    MAX_ITEMS,
-    MAX_PARTS,
     PROTOCOL_VERSION,
     decode_reply,
     decode_request,
