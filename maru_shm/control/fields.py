@@ -27,12 +27,14 @@ MAX_ROWS = 4096
 """Rows in one page of ``ObjectRows``, and sessions in one ``Stats``."""
 
 INT_LIMIT = 1 << 63
+"""Integers on their own are below this."""
 _MAX_TEXT_BYTES = 4096
 
 ABSENT_KEY = Key(bytes(KEY_BYTES))
 """Where there is no parent."""
 
 Fields = Sequence[Any]
+"""A message's fields, in order, as msgpack takes and gives them."""
 _Items = TypeVar("_Items", bound=Sequence[Any])
 
 # ------------------------------------------------------------------------- single values

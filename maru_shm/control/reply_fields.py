@@ -36,6 +36,7 @@ from maru_shm.types import (
 )
 
 REFUSED = 127
+"""Kind of ``Refused``, in every version."""
 
 
 def _put_pool(pool: m.PoolInfo) -> Fields:
@@ -246,6 +247,7 @@ REPLY_ENCODERS: dict[type, tuple[int, Callable[[Any], Fields]]] = {
     m.ObjectRows: (72, _put_object_rows),
     m.Refused: (REFUSED, _put_refused),
 }
+"""Kind number and fields of every reply."""
 
 REPLY_DECODERS: dict[int, Callable[[Fields], Any]] = {
     65: _take_session_opened,
@@ -258,3 +260,4 @@ REPLY_DECODERS: dict[int, Callable[[Fields], Any]] = {
     72: _take_object_rows,
     REFUSED: _take_refused,
 }
+"""What makes a reply of a kind's fields; raises ValueError or struct.error."""

@@ -167,6 +167,7 @@ REQUEST_ENCODERS: dict[type, tuple[int, Callable[[Any], Fields]]] = {
     m.GetStats: (12, lambda _: ()),
     m.ListObjects: (13, _put_list_objects),
 }
+"""Kind number and fields of every request."""
 
 REQUEST_DECODERS: dict[int, Callable[[Fields], Any]] = {
     1: _take_open_session,
@@ -183,3 +184,4 @@ REQUEST_DECODERS: dict[int, Callable[[Fields], Any]] = {
     12: _take_get_stats,
     13: _take_list_objects,
 }
+"""What makes a request of a kind's fields; raises ValueError or struct.error."""

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
+_NO_SPACE = m.ReserveResult(m.ReserveOutcome.NO_SPACE, None)
+
 
 class Medium(Protocol):
     """What the service needs of the pool: to be told of, and to be changed."""
@@ -59,6 +61,7 @@ class Service:
         self._lease_term_s = lease_term_s
         self._sessions = Sessions(epoch, owners, index.quarantined_owners())
         self._started_at = clock()
+        self._last_warning = ""
         self._handlers: dict[type, Callable[[Any], m.Reply]] = {
             m.OpenSession: self._open_session,
             m.CloseSession: self._close_session,
@@ -122,8 +125,8 @@ class Service:
         """What must happen now and then (about twice a second): find the dead, end old leases."""
         for owner in self._sessions.reap():
             log.info("owner %016x is gone; its leases and reservations are freed", owner)
-            self._apply(self._index.owner_died(owner))
-        self._apply(self._index.expire())
+            self._apply_each(self._index.owner_died(owner))
+        self._apply_each(self._index.expire())
 
     # ------------------------------------------------------------------------ sessions
 
@@ -190,7 +193,18 @@ class Service:
     def _reserve(self, request: m.Reserve) -> m.Reply:
         self._check_open(request.session)
         answer = self._index.reserve(request.session, request.namespace, request.items)
-        self._apply(answer.effects)
+        try:
+            self._apply(answer.effects)
+        except PoolError as error:
+            # Others took the blocks that the medium had free. Nobody was told of the grants yet.
+            self._warn_of_space(error)
+            self._apply_each(answer.effects)
+            granted = [r.extent.generation for r in answer.results if r.extent is not None]
+            self._apply_each(self._index.abort(request.session, granted).effects)
+            return m.Reserved(
+                self._epoch,
+                tuple(r if r.extent is None else _NO_SPACE for r in answer.results),
+            )
         return m.Reserved(self._epoch, tuple(answer.results))
 
     def _commit(self, request: m.Commit) -> m.Reply:
@@ -200,8 +214,10 @@ class Service:
             self._apply(answer.effects)
         except PoolError as error:
             # More parts than the header has room for. The index believes them sealed by now.
-            generations = [item.generation for item in request.items]
-            self._apply(self._index.suspect(request.session, generations).effects)
+            lost = set(answer.lost)
+            sealed = [i.generation for i in request.items if i.generation not in lost]
+            self._apply_each(answer.effects)
+            self._apply_each(self._index.suspect(request.session, sealed).effects)
             return self.refuse(m.ErrorCode.BAD_REQUEST, f"{error}; the objects were dropped")
         return m.Committed(self._epoch, tuple(answer.lost))
 
@@ -272,3 +288,19 @@ class Service:
     def _apply(self, effects: Sequence[Effect]) -> None:
         if effects:
             self._medium.apply(effects)
+
+    def _apply_each(self, effects: Sequence[Effect]) -> None:
+        """Apply what can be applied, where the index has gone ahead and cannot go back.
+
+        Effects of one call may be applied twice: in the same order they come to the same.
+        """
+        for effect in effects:
+            try:
+                self._medium.apply((effect,))
+            except PoolError as error:
+                log.debug("left out %s: %s", effect, error)
+
+    def _warn_of_space(self, error: PoolError) -> None:
+        if str(error) != self._last_warning:
+            self._last_warning = str(error)
+            log.warning("cannot store: %s", error)

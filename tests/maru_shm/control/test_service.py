@@ -6,8 +6,10 @@ from control_cases import NAMESPACE, FakeClock, chain, granted, key, sealed
 from maru_shm.control import messages as m
 from maru_shm.control.local import LocalServer, ScriptedOwners
 from maru_shm.control.service import Service
+from maru_shm.pool.errors import NotEnoughSpace
 from maru_shm.pool.pool import Pool
 from maru_shm.pool.reading import Verdict, check
+from maru_shm.pool.reserving import BlockReserver
 from maru_shm.types import Generation, LeaseId, OwnerToken, PartChecksum, SessionId
 
 
@@ -29,6 +31,15 @@ def reserve(service: Service, session: SessionId, count: int) -> list[m.Extent]:
     reply = service.handle(m.Reserve(session, NAMESPACE, chain(count)))
     assert isinstance(reply, m.Reserved)
     return granted(reply)
+
+
+def granted_of(reply: m.Reply) -> list[m.Extent]:
+    assert isinstance(reply, m.Reserved)
+    return granted(reply)
+
+
+def no_space_left(*_: object) -> None:
+    raise NotEnoughSpace("p.pool", 1 << 20, 0, "Free some.")
 
 
 def lookup(service: Service, session: SessionId, count: int) -> m.LeaseGrant:
@@ -198,6 +209,57 @@ def test_a_commit_that_the_header_cannot_hold_is_refused_and_drops_the_object(
     assert lookup(service, session, 1).extents == ()
     assert check(pool, extent) is not Verdict.OK
     assert stats(service).reservations == 0
+    service.index.check_invariants()
+
+
+def test_a_refused_commit_drops_no_object_that_was_not_its_own(service: Service) -> None:
+    other = open_session(service, owner=2)
+    (theirs,) = reserve(service, other, 1)
+    service.handle(m.Commit(other, tuple(sealed([theirs]))))
+    session = open_session(service)
+    (mine,) = granted_of(service.handle(m.Reserve(session, NAMESPACE, chain(2))))
+    too_many = tuple(PartChecksum(number, number) for number in range(100))
+    items = (m.CommitItem(theirs.generation, ()), m.CommitItem(mine.generation, too_many))
+    assert isinstance(service.handle(m.Commit(session, items)), m.Refused)
+    assert lookup(service, session, 2).extents == (theirs,)
+
+
+def test_a_reserve_that_the_medium_has_no_blocks_for_is_taken_back_and_answered_no_space(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = open_session(service)
+    with monkeypatch.context() as full:
+        full.setattr(BlockReserver, "ensure", no_space_left)
+        for _ in range(2):
+            reply = service.handle(m.Reserve(session, NAMESPACE, chain(3)))
+            assert isinstance(reply, m.Reserved)
+            assert [result.outcome for result in reply.results] == [m.ReserveOutcome.NO_SPACE] * 3
+            assert granted(reply) == []
+        now = stats(service)
+        assert (now.reservations, now.used_bytes) == (0, 0)
+        service.index.check_invariants()
+        assert caplog.text.count("cannot store") == 1
+    extents = reserve(service, session, 3)
+    service.handle(m.Commit(session, tuple(sealed(extents))))
+    assert lookup(service, session, 3).extents == tuple(extents)
+
+
+def test_a_reserve_that_the_medium_ends_half_way_leaves_what_was_there_before(
+    service: Service, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = open_session(service)
+    before = reserve(service, session, 2)
+    service.handle(m.Commit(session, tuple(sealed(before))))
+    small = m.ReserveItem(key(100), None, 1000)  # has room in a segment that is bound
+    large = m.ReserveItem(key(101), None, 100_000)  # needs another
+    with monkeypatch.context() as full:
+        full.setattr(BlockReserver, "ensure", no_space_left)
+        reply = service.handle(m.Reserve(session, NAMESPACE, (small, large)))
+    assert isinstance(reply, m.Reserved)
+    assert [result.outcome for result in reply.results] == [m.ReserveOutcome.NO_SPACE] * 2
+    assert lookup(service, session, 2).extents == tuple(before)
+    assert all(check(pool, extent) is Verdict.OK for extent in before)
+    assert len(granted_of(service.handle(m.Reserve(session, NAMESPACE, (small, large))))) == 2
     service.index.check_invariants()
 
 
