@@ -33,6 +33,7 @@ from maru_vllm.metadata import (
     PoolRef,
     StoreJob,
 )
+from maru_vllm.once import OncePerKind
 from maru_vllm.scheduler.loads import LoadEnd, Loads
 from maru_vllm.scheduler.lookups import Grant, Lookups, Verdict
 from maru_vllm.scheduler.outbox import Outbox
@@ -107,7 +108,7 @@ class SchedulerHalf:
         self._step_began = False
         self._isolation = b""
         """Changes the namespace after ``reset_cache``."""
-        self._logged: set[tuple[str, type[Exception]]] = set()
+        self._once = OncePerKind(logger)
 
     # ------------------------------------------------------------------ hooks
 
@@ -209,20 +210,11 @@ class SchedulerHalf:
     # ------------------------------------------------------------------ never in the way
 
     def _guard(self, what: str, action: Callable[[], T], otherwise: T) -> T:
-        """The engine never sees an exception of ours; a person sees each kind once."""
-        try:
+        """What ``action`` returns, or ``otherwise`` if it raises: the engine never sees that."""
+        with self._once.guard(what):
             return action()
-        except Exception as error:
-            self._stats.count(Counter.INTERNAL_ERRORS)
-            kind = (what, type(error))
-            if kind not in self._logged:
-                self._logged.add(kind)
-                logger.exception(
-                    "Maru: %s failed; the request goes on without the pool. "
-                    "Further errors of this kind are only counted (internal_errors).",
-                    what,
-                )
-            return otherwise
+        self._stats.count(Counter.INTERNAL_ERRORS)
+        return otherwise
 
     # ------------------------------------------------------------------ requests
 

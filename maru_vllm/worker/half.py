@@ -32,13 +32,13 @@ from maru_vllm.metadata import (
     StoreJob,
     StoreReport,
 )
+from maru_vllm.once import OncePerKind
 from maru_vllm.worker.caches import register_caches
 from maru_vllm.worker.copy_runner import CopyKind, CopyResult, CopyRunner, CopyTask
 from maru_vllm.worker.device_order import DeviceOrder, Mark, order_for
 from maru_vllm.worker.jobs import JobBook, Reports
 from maru_vllm.worker.loads import CopyContext, run_load
 from maru_vllm.worker.mapping import MappedPool, PoolMapping
-from maru_vllm.worker.once import OncePerKind
 from maru_vllm.worker.stores import run_store
 
 logger = logging.getLogger(__name__)

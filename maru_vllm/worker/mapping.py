@@ -18,7 +18,7 @@ from maru_shm.control.session_lock import join_session_lock
 from maru_shm.errors import MaruError
 from maru_shm.pool.pool import Pool, open_pool
 from maru_vllm.metadata import PoolRef
-from maru_vllm.worker.once import OncePerKind
+from maru_vllm.once import OncePerKind
 
 logger = logging.getLogger(__name__)
 
