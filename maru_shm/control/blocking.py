@@ -7,7 +7,7 @@ costs little more than the round trip: it waits in the socket itself, and takes 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, TypeVarTuple
 
 from maru_shm.control import messages as m
 from maru_shm.control.errors import RequestRefused, ServerStartFailed, Unreachable
@@ -17,6 +17,7 @@ from maru_shm.control.plane import Connection
 from maru_shm.types import Generation, Key, LeaseId, Namespace
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class BlockingExchange(Exchange):
@@ -43,43 +44,43 @@ class BlockingExchange(Exchange):
     ) -> m.LeaseGrant:
         """Like ``submit_lookup_prefix``, and wait. As all calls of this face, it raises
         Unreachable after ``timeout_s`` and RequestRefused if the server says no."""
-        return self._call(lambda left: self.submit_lookup_prefix(namespace, keys, left), timeout_s)
+        return self._call(self.submit_lookup_prefix, timeout_s, namespace, keys)
 
     def lookup_each(
         self, namespace: Namespace, keys: Sequence[Key], timeout_s: float
     ) -> m.LeaseGrant:
         """Find and lease every sealed object among the keys, each on its own."""
-        return self._call(lambda left: self.submit_lookup_each(namespace, keys, left), timeout_s)
+        return self._call(self.submit_lookup_each, timeout_s, namespace, keys)
 
     def reserve(
         self, namespace: Namespace, items: Sequence[m.ReserveItem], timeout_s: float
     ) -> m.Reserved:
         """Ask for space for the items, in order; each gets its own answer."""
-        return self._call(lambda left: self.submit_reserve(namespace, items, left), timeout_s)
+        return self._call(self.submit_reserve, timeout_s, namespace, items)
 
     def commit(self, items: Sequence[m.CommitItem], timeout_s: float) -> m.Committed:
         """Make written objects visible."""
-        return self._call(lambda left: self.submit_commit(items, left), timeout_s)
+        return self._call(self.submit_commit, timeout_s, items)
 
     def abort(self, generations: Sequence[Generation], timeout_s: float) -> m.Done:
         """Give reservations back that nobody writes to any more."""
-        return self._call(lambda left: self.submit_abort(generations, left), timeout_s)
+        return self._call(self.submit_abort, timeout_s, generations)
 
     def suspect(self, generations: Sequence[Generation], timeout_s: float) -> m.Done:
         """Report objects that failed a check; they are never served again."""
-        return self._call(lambda left: self.submit_suspect(generations, left), timeout_s)
+        return self._call(self.submit_suspect, timeout_s, generations)
 
     def renew(self, leases: Sequence[LeaseId], timeout_s: float) -> m.Renewed:
         """Begin the term of leases anew."""
-        return self._call(lambda left: self.submit_renew(leases, left), timeout_s)
+        return self._call(self.submit_renew, timeout_s, leases)
 
     def release(self, leases: Sequence[LeaseId], timeout_s: float) -> m.Done:
         """Give leases back whose objects nobody reads any more."""
-        return self._call(lambda left: self.submit_release(leases, left), timeout_s)
+        return self._call(self.submit_release, timeout_s, leases)
 
     def delete(self, namespace: Namespace, keys: Sequence[Key], timeout_s: float) -> m.Done:
         """Remove sealed objects that nobody leases."""
-        return self._call(lambda left: self.submit_delete(namespace, keys, left), timeout_s)
+        return self._call(self.submit_delete, timeout_s, namespace, keys)
 
     def stats(self, timeout_s: float) -> m.Stats:
         """How the server stands."""
@@ -87,9 +88,11 @@ class BlockingExchange(Exchange):
 
     def list_objects(self, after: Generation, limit: int, timeout_s: float) -> m.ObjectRows:
         """One page of the listing; see ``ListObjects``."""
-        return self._call(lambda left: self.submit_list_objects(after, limit, left), timeout_s)
+        return self._call(self.submit_list_objects, timeout_s, after, limit)
 
-    def _call(self, submit: Callable[[float], PendingReply[T]], timeout_s: float) -> T:
+    def _call(
+        self, submit: Callable[[*Ts, float], PendingReply[T]], timeout_s: float, *about: *Ts
+    ) -> T:
         """Submit and wait; once more if the server did not know the session (it did nothing)."""
         deadline = self._clock() + timeout_s
         may_retry = True
@@ -99,7 +102,7 @@ class BlockingExchange(Exchange):
                     self.wait_connected(deadline - self._clock())
                 except ServerStartFailed as failed:
                     raise Unreachable(str(failed)) from None
-            pending = submit(deadline - self._clock())
+            pending = submit(*about, deadline - self._clock())
             while not pending.done():
                 self._wait(deadline)
             try:

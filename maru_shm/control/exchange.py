@@ -245,7 +245,7 @@ class Exchange:
         if frame.request_id == self._hello_id:
             self._hello_answered(reply)
             return
-        if self._aborting.pop(frame.request_id, None) is not None:
+        if self._aborting and self._aborting.pop(frame.request_id, None) is not None:
             if type(reply) is not m.Done:
                 log.warning("late reservations could not be given back: %s", reply)
             return

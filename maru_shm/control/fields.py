@@ -133,6 +133,18 @@ def put_keys(keys: Sequence[Key]) -> bytes:
     return b"".join(keys)
 
 
+def put_asked_keys(keys: Sequence[Key]) -> bytes:
+    """Like ``put_keys``, for keys that are only asked for; half the time of a lookup's encoding.
+
+    Two wrong lengths that make up for each other pass: they ask for a key that nobody stored,
+    since ``put_keys`` lets no such key in.
+    """
+    packed = b"".join(keys)
+    if len(packed) != KEY_BYTES * len(keys):
+        raise ValueError(f"every key must be {KEY_BYTES} bytes long")
+    return packed
+
+
 def take_keys(packed: bytes) -> tuple[Key, ...]:
     """The keys of ``put_keys``."""
     count, rest = divmod(len(packed), KEY_BYTES)

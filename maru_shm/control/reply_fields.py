@@ -84,7 +84,7 @@ def _put_lease_grant(r: m.LeaseGrant) -> Fields:
 def _take_lease_grant(fields: Fields) -> m.LeaseGrant:
     epoch, lease, extents = count_fields(fields, 3)
     return m.LeaseGrant(
-        take_int(epoch), LeaseId(take_int(lease)) or None, bounded(Extents(take_bytes(extents)))
+        take_int(epoch), LeaseId(take_int(lease)) or None, Extents(take_bytes(extents))
     )
 
 

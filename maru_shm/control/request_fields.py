@@ -15,6 +15,7 @@ from maru_shm.control.fields import (
     clip,
     count_fields,
     digest,
+    put_asked_keys,
     put_keys,
     put_u64s,
     same_length,
@@ -52,7 +53,11 @@ def _take_close_session(fields: Fields) -> m.CloseSession:
     return m.CloseSession(SessionId(take_int(session)))
 
 
-def _put_keyed(r: m.LookupPrefix | m.LookupEach | m.Delete) -> Fields:
+def _put_lookup(r: m.LookupPrefix | m.LookupEach) -> Fields:
+    return (r.session, digest(r.namespace), put_asked_keys(bounded(r.keys)))
+
+
+def _put_delete(r: m.Delete) -> Fields:
     return (r.session, digest(r.namespace), put_keys(bounded(r.keys)))
 
 
@@ -155,15 +160,15 @@ def _take_list_objects(fields: Fields) -> m.ListObjects:
 REQUEST_ENCODERS: dict[type, tuple[int, Callable[[Any], Fields]]] = {
     m.OpenSession: (1, _put_open_session),
     m.CloseSession: (2, _put_close_session),
-    m.LookupPrefix: (3, _put_keyed),
-    m.LookupEach: (4, _put_keyed),
+    m.LookupPrefix: (3, _put_lookup),
+    m.LookupEach: (4, _put_lookup),
     m.RenewLeases: (5, _put_leases),
     m.ReleaseLeases: (6, _put_leases),
     m.Reserve: (7, _put_reserve),
     m.Commit: (8, _put_commit),
     m.Abort: (9, _put_generations),
     m.ReportSuspect: (10, _put_generations),
-    m.Delete: (11, _put_keyed),
+    m.Delete: (11, _put_delete),
     m.GetStats: (12, lambda _: ()),
     m.ListObjects: (13, _put_list_objects),
 }

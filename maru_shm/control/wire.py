@@ -109,7 +109,7 @@ def _decode(frame: bytes, decoders: dict[int, Callable[[Fields], Any]]) -> tuple
         raise BadFrame(f"not msgpack: {error!r}") from None
     if type(parts) is not list or len(parts) < 3:
         raise BadFrame("not an array of version, kind, request id and fields")
-    version, kind, request_id = parts[0], parts[1], parts[2]
+    version, kind, request_id, *fields = parts
     if not (type(version) is type(kind) is type(request_id) is int):
         raise BadFrame("version, kind and request id must be integers")
     if not 0 <= request_id < INT_LIMIT:
@@ -124,6 +124,6 @@ def _decode(frame: bytes, decoders: dict[int, Callable[[Fields], Any]]) -> tuple
     if take is None:
         raise BadFrame(f"message kind {kind} is not known", request_id)
     try:
-        return request_id, take(parts[3:])
+        return request_id, take(fields)
     except (ValueError, struct.error) as error:
         raise BadFrame(f"message kind {kind}: {error}", request_id) from None

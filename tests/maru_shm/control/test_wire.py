@@ -84,6 +84,8 @@ EXAMPLES: list[m.Request | m.Reply] = [
     m.Refused(5, m.ErrorCode.UNKNOWN_SESSION, "session 1 is not open"),
 ]
 
+MISFITS = tuple(m.ReserveItem(Key(b"x" * length), None, 1) for length in (31, 33))
+
 
 def encode(message: m.Request | m.Reply) -> bytes:
     if isinstance(message, get_args(m.Request)):
@@ -205,7 +207,8 @@ def test_a_bad_frame_names_its_request_where_that_can_be_read() -> None:
         m.Abort(SESSION, (Generation(1 << 64),)),
         m.CloseSession(SessionId(1 << 64)),
         m.LookupPrefix(SESSION, NAMESPACE, (Key(b"short"),)),
-        m.LookupPrefix(SESSION, NAMESPACE, (Key(b"x" * 31), Key(b"x" * 33))),
+        m.Delete(SESSION, NAMESPACE, (Key(b"x" * 31), Key(b"x" * 33))),
+        m.Reserve(SESSION, NAMESPACE, MISFITS),
     ],
     ids=[
         "keys",
@@ -217,6 +220,7 @@ def test_a_bad_frame_names_its_request_where_that_can_be_read() -> None:
         "session",
         "a short key",
         "keys that only add up",
+        "stored keys that only add up",
     ],
 )
 def test_what_breaks_a_bound_is_refused_where_it_is_made(request_: m.Request) -> None:
