@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -236,3 +237,36 @@ def test_a_client_of_another_runtime_directory_is_refused_with_the_reason(
 def test_nobody_there_is_unreachable_after_the_timeout(settings: ServerSettings) -> None:
     with pytest.raises(Unreachable, match="no server"):
         connect(settings.url, timeout_s=0.2)
+
+
+def test_a_call_that_waits_notices_the_servers_death_long_before_its_deadline(
+    settings: ServerSettings, start: Start
+) -> None:
+    server = start(settings)
+    wait_ready(server)
+    with connect(settings.url) as client:
+        server.send_signal(signal.SIGSTOP)  # it will not answer any more
+        killer = threading.Timer(0.3, server.kill)
+        killer.start()
+        with pytest.raises(Unreachable, match="lost before it answered"):
+            client.stats(timeout_s=60)
+        killer.join()
+
+
+def test_frames_behind_the_first_of_a_message_are_not_taken_for_a_sender(
+    settings: ServerSettings, start: Start
+) -> None:
+    wait_ready(start(settings))
+    context = zmq.Context()
+    try:
+        socket = context.socket(zmq.DEALER)
+        socket.connect(settings.url)
+        socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        for request_id in range(1, 4):
+            frame = encode_request(request_id, m.GetStats())
+            socket.send_multipart([frame, b"odd", frame, b"peer"])
+            assert decode_reply(socket.recv()).request_id == request_id
+        with pytest.raises(zmq.Again):
+            socket.recv(zmq.NOBLOCK)
+    finally:
+        context.destroy(linger=0)
