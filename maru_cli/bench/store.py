@@ -8,8 +8,8 @@ decoding, 128 index lookups, one lease.
 The bare side is a plain echo: one ``send`` and one ``recv`` here, ``recv_multipart`` and
 ``send_multipart`` there. (Part by part, as the store's server does it, the echo would be about a
 fifth faster.) The store's side ends with a lease whose length and first extent have been looked
-at. Both move so little that wake-ups and cold caches dominate: the same code that takes 40 us in a loop
-takes 80 between two wake-ups, and a slower machine has the better ratio.
+at. Both move so little that wake-ups and cold caches dominate: the same code that takes 40 us in a
+loop takes 80 between two wake-ups, and a slower machine has the better ratio.
 """
 
 from __future__ import annotations

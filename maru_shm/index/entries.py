@@ -5,7 +5,7 @@ that has space in the pool; ``Missing`` stands in for a parent that has none, so
 children are found again when it comes (back). Both are internal to ``maru_shm.index``.
 
 Written by hand with ``__slots__`` and intrusive sibling links because there may be ten million
-of them: with its extent, key and dictionary slot an entry takes about 450 bytes
+of them: with its extent, key and dictionary slot an entry takes about 400 bytes
 (benchmarks/index_scale.py measures it). The extent is kept packed, as lookups hand it on.
 """
 
@@ -115,7 +115,8 @@ class Entry(Node):
     @property
     def generation(self) -> Generation:
         """That of ``extent``."""
-        return Generation(_U64.unpack_from(self.packed_extent, _GENERATION_AT)[0])
+        generation: Generation = _U64.unpack_from(self.packed_extent, _GENERATION_AT)[0]
+        return generation
 
     @property
     def slot_offset(self) -> int:
