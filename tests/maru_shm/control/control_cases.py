@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from maru_shm.control import messages as m
 from maru_shm.control.messages import ReserveItem
+from maru_shm.control.runtime_dir import RuntimeDir
 from maru_shm.types import Extent, Key, Namespace, PartChecksum
 
 NAMESPACE = Namespace(b"n" * 32)
@@ -56,3 +60,33 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.01)
+
+
+class Embedded:
+    """A runtime directory of its own, and whatever server comes up in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.runtime = RuntimeDir(path)
+
+    def server_pid(self) -> int | None:
+        """The living server's process, by the note in its pool's lock file."""
+        try:
+            note = json.loads(
+                self.runtime.pool.with_name(f"{self.runtime.pool.name}.lock").read_text()
+            )
+        except (OSError, ValueError):
+            return None
+        pid = int(note["pid"])
+        return pid if is_running(pid) else None
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """End the server by its pid and wait until it is gone."""
+        pid = self.server_pid()
+        if pid is not None:
+            os.kill(pid, number)
+            wait_until(lambda: not is_running(pid))
+
+    def clean(self) -> None:
+        self.kill()
+        self.runtime.pool.unlink(missing_ok=True)
+        self.runtime.pool.with_name(f"{self.runtime.pool.name}.lock").unlink(missing_ok=True)

@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Embedded
-from control_cases import NAMESPACE, chain, granted, is_running, key, sealed, wait_until
+from control_cases import NAMESPACE, Embedded, chain, granted, is_running, key, sealed, wait_until
 
 from maru_shm.control.client import Client, connect, connect_later
 from maru_shm.control.embedded import EmbeddedServer, answers, find_or_start

@@ -1,12 +1,6 @@
-"""Lets the tests of this folder import ``index_rig``, which stands beside them."""
-
-import sys
-from pathlib import Path
+"""The index of these tests."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from index_rig import Rig
 
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pool_cases import NOMINAL_BYTES, POOL_BYTES, SHAPE, DaxStandIn
 
 from maru_shm.index.effects import BindSegment
 from maru_shm.pool.medium import DaxMedium
 from maru_shm.pool.pool import Pool, create_pool
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pool_cases import NOMINAL_BYTES, POOL_BYTES, SHAPE, DaxStandIn
 
 
 @pytest.fixture

@@ -1,12 +1,6 @@
-"""Lets the tests of this folder import ``scripted_engine``, which stands beside them."""
-
-import sys
-from pathlib import Path
+"""The engine of the scheduler half's tests."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from scripted_engine import Engine
 
 

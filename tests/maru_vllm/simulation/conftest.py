@@ -1,15 +1,10 @@
-"""Lets the tests of this folder import the simulation, which stands beside them."""
+"""Makes simulations, and keeps the long scripts for ``--long``."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from simulation import Simulation
 
 

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from worker_cases import Store
 
 from maru_shm.control.local import LocalPlane, LocalServer, ScriptedOwners
