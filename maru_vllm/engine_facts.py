@@ -16,10 +16,9 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.platforms import current_platform
 
-from maru_shm.types import Namespace
 from maru_vllm.encoding import UnencodableError, encode
 from maru_vllm.identity import KEY_FORMAT
-from maru_vllm.namespace import PAYLOAD_FORMAT, GroupFields, NamespaceFields, namespace_digest
+from maru_vllm.namespace import PAYLOAD_FORMAT, GroupFields, NamespaceFields
 from maru_vllm.settings import KVPayload, Settings
 
 if TYPE_CHECKING:
@@ -128,20 +127,6 @@ def fields_from_vllm(
             for group in kv_cache_config.kv_cache_groups
         ),
         cache_namespace=settings.cache_namespace,
-    )
-
-
-def namespace_from_vllm(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    settings: Settings,
-    fingerprint: bytes,
-    layout: ChunkLayout,
-    packing: Packing,
-) -> Namespace:
-    """The engine's namespace; see ``fields_from_vllm``."""
-    return namespace_digest(
-        fields_from_vllm(vllm_config, kv_cache_config, settings, fingerprint, layout, packing)
     )
 
 

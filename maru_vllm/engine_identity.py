@@ -53,12 +53,6 @@ class EngineIdentity:
             return
         self._job = FingerprintJob(source, cache=cache)
 
-    def use_packing(self, packing: Packing) -> None:
-        """What a worker reported about its host; before the first request only."""
-        if self._chain is not None:
-            raise RuntimeError("the packing came after the engine's identity was in use")
-        self._packing = packing
-
     def chain(self) -> ChunkChain | None:
         """The chain, or None as long as (or because) the identity is not known. Never blocks."""
         if self._chain is None and self._job is not None:

@@ -227,10 +227,6 @@ class Loads:
             load.renewing = pending
             load.renewed_at = now
 
-    def is_loading(self, request_id: str) -> bool:
-        """Whether a rank may still write to blocks of this request."""
-        return any(load.request_id == request_id for load in self._loads.values())
-
     @property
     def under_way(self) -> int:
         """Loads that some rank has not reported."""
