@@ -74,7 +74,7 @@ class Looker:
         while not self._transport.send(request_id, request):
             if time.monotonic() > deadline:
                 raise no_server(self.url)
-            time.sleep(_WAIT_S)
+            time.sleep(_WAIT_S)  # the socket connects by itself, and tells nobody
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while time.monotonic() < deadline:
             frame = self._transport.receive_within(deadline - time.monotonic())

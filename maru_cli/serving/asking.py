@@ -90,7 +90,7 @@ def reset_prefix_cache(server: ApiServer) -> None:
                 f"{server.name} did not empty its own prefix cache within {RESET_DEADLINE_S:.0f} s"
                 f" (last answer: {status} {body[:200]!r}). {server.log_tail()}"
             )
-        time.sleep(RESET_RETRY_S)
+        time.sleep(RESET_RETRY_S)  # vLLM refuses while blocks are held, and can only be asked
 
 
 def read_counters(server: ApiServer) -> dict[str, float]:

@@ -210,4 +210,4 @@ def _wait_until_ready(servers: Sequence[ApiServer], report: Callable[[str], None
             )
         names = ", ".join(server.name for server in waiting)
         report(f"starting vLLM servers: waiting for {names} ({elapsed_s:.0f} s)")
-        time.sleep(POLL_S)
+        time.sleep(POLL_S)  # readiness can only be asked for

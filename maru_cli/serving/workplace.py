@@ -57,7 +57,7 @@ class Workplace:
                         f"after {STORE_DEADLINE_S:.0f} s the pool holds {stats.objects} objects,"
                         f" {stats.reservations} are being written; {count} were expected"
                     )
-                time.sleep(_POLL_S)
+                time.sleep(_POLL_S)  # a server has no call that waits for stores
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def workplace(purpose: str) -> Iterator[Workplace]:
             yield place
         finally:
             _stop_maru_server(place)
-    except Exception:
+    except Exception:  # the logs stay, and it goes on to whoever asked
         shutil.rmtree(place.model, ignore_errors=True)
         raise
     except BaseException:  # Ctrl-C or SIGTERM: nobody asked for the logs.

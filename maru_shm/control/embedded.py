@@ -108,7 +108,7 @@ def _start_lock(runtime: RuntimeDir, deadline: float) -> FileLock:
                 f"somebody else has been starting the server for too long and holds "
                 f"{runtime.start_lock}; its log is {runtime.log}"
             )
-        time.sleep(_LOOK_S)
+        time.sleep(_LOOK_S)  # flock has no wait with a deadline
     return lock
 
 

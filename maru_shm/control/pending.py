@@ -45,7 +45,7 @@ class PendingReply(Generic[T]):
         if self._state is _State.DONE:
             self._state = _State.TAKEN
             reply, self._reply = self._reply, None
-            return reply  # type: ignore[return-value]
+            return reply  # type: ignore[return-value] # there when DONE
         if self._error is not None:
             raise self._error
         if self._state is _State.TAKEN:

@@ -171,12 +171,12 @@ def _take_stats(fields: Fields) -> m.Stats:
     numbers = take_u64s(take_bytes(packed_clients))
     if len(counts) != 15 or len(numbers) != 3 * len(clients):
         raise ValueError("counters of another number than this version has")
-    return m.Stats(  # type: ignore[call-arg]
+    return m.Stats(  # type: ignore[call-arg] # counted above
         take_int(epoch),
         take_int(pid),
         take_float(uptime),
         _take_pool(pool),
-        *counts,  # type: ignore[arg-type]
+        *counts,  # type: ignore[arg-type] # counted above
         tuple(
             m.ClientStats(SessionId(session), client, leases, reservations)
             for client, session, leases, reservations in zip(
@@ -252,9 +252,9 @@ REPLY_ENCODERS: dict[type, tuple[int, Callable[[Any], Fields]]] = {
 REPLY_DECODERS: dict[int, Callable[[Fields], Any]] = {
     65: _take_session_opened,
     66: _take_lease_grant,
-    67: lambda fields: m.Renewed(*_take_lost(fields)),  # type: ignore[arg-type]
+    67: lambda fields: m.Renewed(*_take_lost(fields)),  # type: ignore[arg-type] # plain ints
     68: _take_reserved,
-    69: lambda fields: m.Committed(*_take_lost(fields)),  # type: ignore[arg-type]
+    69: lambda fields: m.Committed(*_take_lost(fields)),  # type: ignore[arg-type] # plain ints
     70: _take_done,
     71: _take_stats,
     72: _take_object_rows,

@@ -179,12 +179,12 @@ REQUEST_DECODERS: dict[int, Callable[[Fields], Any]] = {
     2: _take_close_session,
     3: lambda fields: m.LookupPrefix(*_take_keyed(fields)),
     4: lambda fields: m.LookupEach(*_take_keyed(fields)),
-    5: lambda fields: m.RenewLeases(*_take_numbers(fields)),  # type: ignore[arg-type]
-    6: lambda fields: m.ReleaseLeases(*_take_numbers(fields)),  # type: ignore[arg-type]
+    5: lambda fields: m.RenewLeases(*_take_numbers(fields)),  # type: ignore[arg-type] # plain ints
+    6: lambda fields: m.ReleaseLeases(*_take_numbers(fields)),  # type: ignore[arg-type] # plain ints
     7: _take_reserve,
     8: _take_commit,
-    9: lambda fields: m.Abort(*_take_numbers(fields)),  # type: ignore[arg-type]
-    10: lambda fields: m.ReportSuspect(*_take_numbers(fields)),  # type: ignore[arg-type]
+    9: lambda fields: m.Abort(*_take_numbers(fields)),  # type: ignore[arg-type] # plain ints
+    10: lambda fields: m.ReportSuspect(*_take_numbers(fields)),  # type: ignore[arg-type] # plain ints
     11: lambda fields: m.Delete(*_take_keyed(fields)),
     12: _take_get_stats,
     13: _take_list_objects,

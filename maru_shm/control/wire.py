@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack  # type: ignore[import-untyped] # ships no types
 
 from maru_shm.control import messages as m
 from maru_shm.control.errors import BadFrame, WrongVersion

@@ -51,7 +51,7 @@ class StreamOrder:
 
     def mark(self) -> StreamMark:
         """See ``DeviceOrder``."""
-        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call] # theirs
         event.record(torch.cuda.current_stream(self._device))
         return StreamMark(self._device, event)
 
@@ -66,7 +66,7 @@ class StreamMark:
     @contextmanager
     def behind(self) -> Iterator[None]:
         """See ``Mark``. Streams come from torch's pool, so one per job costs nothing."""
-        stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # theirs
         stream.wait_event(self._event)
         with torch.cuda.stream(stream):
             yield
