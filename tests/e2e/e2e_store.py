@@ -8,17 +8,16 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from maru_shm.control.client import Client, connect
-from maru_shm.control.errors import ControlError
+from maru_cli.failures import NothingThere
+from maru_cli.looking import looking
 from maru_shm.control.messages import ObjectRow, ObjectState, Stats
 from maru_shm.control.runtime_dir import RuntimeDir
 from maru_shm.pool import Verify, open_pool
 from maru_shm.pool.mapping import Access
 from maru_shm.pool.walk import DAMAGE, Finding, walk
 
-ANSWER_S = 10.0
+STOP_S = 10.0
 POLL_S = 0.05
-PAGE_ROWS = 1000
 
 
 class Store:
@@ -27,22 +26,13 @@ class Store:
     def __init__(self, runtime_dir: Path) -> None:
         self._runtime = RuntimeDir(runtime_dir)
 
-    def _connect(self) -> Client:
-        return connect(self._runtime.url, timeout_s=ANSWER_S, who="e2e test")
-
     def stats(self) -> Stats:
-        with self._connect() as client:
-            return client.stats(timeout_s=ANSWER_S)
+        with looking(self._runtime.url, None) as looker:
+            return looker.stats()
 
     def rows(self) -> list[ObjectRow]:
-        rows: list[ObjectRow] = []
-        with self._connect() as client:
-            while True:
-                after = rows[-1].extent.generation if rows else 0
-                page = client.list_objects(after=after, limit=PAGE_ROWS, timeout_s=ANSWER_S).rows
-                if not page:
-                    return rows
-                rows += page
+        with looking(self._runtime.url, None) as looker:
+            return list(looker.objects())
 
     def generations(self) -> set[int]:
         return {row.extent.generation for row in self.rows() if row.state is ObjectState.SEALED}
@@ -83,7 +73,7 @@ class Store:
         while True:
             try:
                 seen: object = self.stats()
-            except ControlError as error:
+            except NothingThere as error:
                 seen = error
             if isinstance(seen, Stats) and condition(seen):
                 return
@@ -96,10 +86,10 @@ class Store:
         if self._runtime.socket.exists():
             try:
                 os.kill(self.stats().server_pid, signal.SIGTERM)
-            except (ControlError, ProcessLookupError):
+            except (NothingThere, ProcessLookupError):
                 pass
             else:
-                give_up = time.monotonic() + ANSWER_S
+                give_up = time.monotonic() + STOP_S
                 while self._runtime.socket.exists() and time.monotonic() < give_up:
                     time.sleep(POLL_S)
         self._runtime.pool.unlink(missing_ok=True)
