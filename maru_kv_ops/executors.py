@@ -21,7 +21,7 @@ class CopyMemory:
 
     regions: tuple[torch.Tensor, ...]
     """One per region of the views: uint8, one dimension, contiguous; all on one device.
-    ``maru_kv_ops.torch_ops.paged_caches`` makes them."""
+    ``maru_kv_ops.cache_tensors.paged_caches`` makes them."""
     objects: torch.Tensor
     """The object memory (the pool's mapping), uint8, one dimension, in host memory."""
 

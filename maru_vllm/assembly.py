@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from maru_kv_ops.torch_ops import TorchExecutor
+from maru_kv_ops.torch_executor import TorchExecutor
 from maru_shm.control.client import Client, connect_later
 from maru_shm.errors import MaruError
 from maru_shm.pool.reading import Verify

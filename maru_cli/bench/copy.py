@@ -34,10 +34,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from maru_kv_ops.cache_tensors import CacheTensor, paged_caches
 from maru_kv_ops.executors import CopyMemory, Executor
 from maru_kv_ops.layouts import CacheExtents, KVLayout, layout_strides
 from maru_kv_ops.plan import PagePlanner, TransferDirection
-from maru_kv_ops.torch_ops import CacheTensor, TorchExecutor, paged_caches
+from maru_kv_ops.torch_executor import TorchExecutor
 from maru_kv_ops.views import ObjectView, object_view_for
 
 EXECUTORS: dict[str, Callable[[int], Executor]] = {

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from maru_kv_ops.cache_tensors import CacheTensor, paged_caches
 from maru_kv_ops.errors import ViewError
 from maru_kv_ops.plan import CopyPlan, PagePlanner, TransferDirection
-from maru_kv_ops.torch_ops import CacheTensor, paged_caches
 from maru_kv_ops.views import ObjectView, object_view_for
 from maru_vllm.layout import ChunkLayout, LayerPage, LayoutRefused
 

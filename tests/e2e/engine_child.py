@@ -125,7 +125,7 @@ class Child:
     def stop_stores_halfway(self, seconds: float) -> None:
         """From now on every store copies half of its bytes, and waits: long enough to be killed."""
         from maru_kv_ops.plan import TransferDirection
-        from maru_kv_ops.torch_ops import TorchExecutor
+        from maru_kv_ops.torch_executor import TorchExecutor
 
         run = TorchExecutor.run
 

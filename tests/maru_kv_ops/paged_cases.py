@@ -14,9 +14,9 @@ from itertools import product
 import torch
 from hypothesis import strategies as st
 
+from maru_kv_ops.cache_tensors import CacheTensor
 from maru_kv_ops.layouts import KVLayout, ObjectOrder
 from maru_kv_ops.plan import TransferDirection
-from maru_kv_ops.torch_ops import CacheTensor
 from maru_kv_ops.views import ONE, Axis, PagedView
 
 PAGE_LETTERS = "KPHN"  # kernel block, plane, head, token

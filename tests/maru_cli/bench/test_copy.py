@@ -12,7 +12,7 @@ from maru_cli.bench.copy import CopyBenchError, CopyBenchSettings, run_copy_benc
 from maru_kv_ops.executors import CopyMemory
 from maru_kv_ops.layouts import KVLayout
 from maru_kv_ops.plan import CopyPlan, TransferDirection
-from maru_kv_ops.torch_ops import TorchExecutor
+from maru_kv_ops.torch_executor import TorchExecutor
 
 SMALL = CopyBenchSettings(tokens=64, chunk_tokens=32, block_size=16, layers=2, kv_heads=2, rounds=2)
 

@@ -46,7 +46,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from maru_kv_ops.torch_ops import TorchExecutor
+from maru_kv_ops.torch_executor import TorchExecutor
 from maru_shm.control.plane import ControlPlane
 from maru_shm.pool.pool import open_pool
 from maru_shm.pool.reading import Verify

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from maru_kv_ops.layouts import CacheExtents, KVLayout, layout_strides
-from maru_kv_ops.torch_ops import TorchExecutor
+from maru_kv_ops.torch_executor import TorchExecutor
 from maru_shm.control.local import LocalPlane
 from maru_shm.control.messages import CommitItem, ReserveItem
 from maru_shm.pool.checksum import part_checksum

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import Case, cases
 
-from maru_kv_ops import torch_ops
+from maru_kv_ops import torch_executor
+from maru_kv_ops.cache_tensors import CacheTensor, paged_caches
 from maru_kv_ops.errors import MemoryMismatch, ViewError
 from maru_kv_ops.executors import CopyMemory, Executor
 from maru_kv_ops.layouts import CacheExtents, KVLayout, ObjectOrder, layout_strides
 from maru_kv_ops.plan import CopyPlan, PagePlanner, TransferDirection
 from maru_kv_ops.rows import RowCopy, rows_and_runs
-from maru_kv_ops.torch_ops import CacheTensor, TorchExecutor, paged_caches, split_rows
+from maru_kv_ops.torch_executor import TorchExecutor, split_rows
 from maru_kv_ops.views import ONE, Axis, object_view_for
 
 H2D, D2H = TransferDirection.H2D, TransferDirection.D2H
@@ -36,9 +37,9 @@ def on_the_device_route(plan: CopyPlan, memory: CopyMemory) -> None:
     """What the executor does for caches on a device; torch runs the same operators on the CPU."""
     rows, runs = rows_and_runs(plan.copies)
     for copy in rows:
-        torch_ops.move_rows(copy, plan.direction, memory)
+        torch_executor.move_rows(copy, plan.direction, memory)
     for run in runs:
-        torch_ops.move_run(run, plan.direction, memory)
+        torch_executor.move_run(run, plan.direction, memory)
 
 
 def on_several_threads(plan: CopyPlan, memory: CopyMemory) -> None:
@@ -69,7 +70,7 @@ def test_real_tensors_are_copied_byte_for_byte_and_nothing_else_is_touched(
     run_plan: RunPlan,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch_ops, "MIN_THREADED_BYTES", 1)
+    monkeypatch.setattr(torch_executor, "MIN_THREADED_BYTES", 1)
 
     @settings(max_examples=25)
     @given(cases(direction, unit=DTYPES[dtype]), st.integers(0, 2**32))
