@@ -19,6 +19,7 @@ import maru_kv_ops
 from maru_kv_ops import build_record, extension
 from maru_kv_ops.build_record import BUILD_STEP, BuildState, ExtensionRecord
 
+GUARDS = ("test_format_agreement", "test_header_interface", "test_provenance", "test_vendor")
 PACKAGE = Path(extension.__file__).parent
 BUILT = ExtensionRecord(BuildState.BUILT, torch="2.14.1+cu130", cuda="13.0", arch_list="9.0")
 
@@ -271,3 +272,24 @@ def test_a_record_of_a_newer_build_still_gives_what_is_known(tmp_path: Path) -> 
     build_record.write({"_C": replace(BUILT, reason="r")}, record)
     record.write_text(record.read_text().replace('"torch"', '"new fact": 1, "torch"'))
     assert build_record.read(record) == {"_C": replace(BUILT, reason="r")}
+
+
+def test_the_guards_run_where_torch_is_missing() -> None:
+    """None of them is skipped together with tests that need it. (Building a wheel is left out.)"""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.modules['torch'] = sys.modules['vllm'] = None\n"
+            "import pytest; raise SystemExit(pytest.main(sys.argv[1:]))",
+            *("-q", "-rs", "-p", "no:cacheprovider", "-k", "not wheel"),
+            *(str(here / f"{name}.py") for name in GUARDS),
+        ],
+        cwd=here.parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "torch" not in done.stdout
