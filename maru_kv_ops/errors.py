@@ -5,9 +5,11 @@ CopyError
 ├── BlockOutOfRange      a block id, or a position in the chunk, does not exist
 ├── DuplicateBlock       a load names one block twice: it would be written twice
 ├── ObjectTooSmall       the object's bytes cannot hold a chunk of this layout
-└── MemoryMismatch       the memory given to an executor is not the memory of the plan
+├── MemoryMismatch       the memory given to an executor is not the memory of the plan
+├── TransferRefused      the arguments of a copy operation do not belong together (a ValueError)
+└── ExecutorMissing      the native code that an executor needs was not built
 
-All are faults of the caller. After any of them source and destination are unchanged.
+All but the last are faults of the caller. After any of them source and destination are unchanged.
 """
 
 from __future__ import annotations
@@ -35,3 +37,11 @@ class ObjectTooSmall(CopyError):
 
 class MemoryMismatch(CopyError):
     """An executor was given fewer, smaller or other memories than its plan addresses."""
+
+
+class TransferRefused(CopyError, ValueError):
+    """Arguments of one of the three copy operations that do not belong together."""
+
+
+class ExecutorMissing(CopyError):
+    """An executor's native code is not there; the message says why and what to run."""

@@ -26,7 +26,21 @@ class CopyMemory:
     """The object memory (the pool's mapping), uint8, one dimension, in host memory."""
 
     def check(self, plan: CopyPlan) -> None:
-        """Refuse a plan that addresses more than there is: ``MemoryMismatch``."""
+        """Refuse memory that is not as described, or less than ``plan`` addresses.
+
+        Raises ``MemoryMismatch``.
+        """
+        for tensor in (*self.regions, self.objects):
+            if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+                raise MemoryMismatch(
+                    f"copy: memories are contiguous, flat uint8 tensors; found {tensor.dtype} of "
+                    f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+                )
+        if self.objects.device.type != "cpu":
+            raise MemoryMismatch(
+                f"copy: the object memory is the pool's mapping in host memory; found a tensor on "
+                f"{self.objects.device}"
+            )
         if len(self.regions) < len(plan.region_ends):
             raise MemoryMismatch(
                 f"copy: the plan addresses {len(plan.region_ends)} cache regions, "

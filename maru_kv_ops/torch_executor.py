@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from maru_kv_ops import host_rows
-from maru_kv_ops.errors import MemoryMismatch
 from maru_kv_ops.executors import CopyMemory
 from maru_kv_ops.plan import CopyPlan, Run, TransferDirection
 from maru_kv_ops.rows import RowCopy, rows_and_runs
@@ -42,7 +41,6 @@ class TorchExecutor:
     def run(self, plan: CopyPlan, memory: CopyMemory) -> None:
         """See ``Executor.run``."""
         memory.check(plan)
-        _check_memory(memory)
         rows, runs = rows_and_runs(plan.copies)
         if all(region.device.type == "cpu" for region in memory.regions):
             self._run_on_host(rows, runs, plan.direction, memory)
@@ -151,17 +149,3 @@ def _widest_type(unit: int, residue: int) -> torch.dtype:
     return next(
         wide for wide in _WIDE_TYPES if unit % wide.itemsize == 0 and residue % wide.itemsize == 0
     )
-
-
-def _check_memory(memory: CopyMemory) -> None:
-    for tensor in (*memory.regions, memory.objects):
-        if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
-            raise MemoryMismatch(
-                f"copy: memories are contiguous, flat uint8 tensors; found {tensor.dtype} of shape "
-                f"{tuple(tensor.shape)}, strides {tensor.stride()}"
-            )
-    if memory.objects.device.type != "cpu":
-        raise MemoryMismatch(
-            f"copy: the object memory is the pool's mapping in host memory; found a tensor on "
-            f"{memory.objects.device}"
-        )

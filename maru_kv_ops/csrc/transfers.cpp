@@ -252,6 +252,14 @@ TransferDirection direction_of(int64_t number) {
     return static_cast<TransferDirection>(number);
 }
 
+void check_ids(const TransferPlan& plan, const NumberList& ids) {
+    for (int64_t i = plan.first_id; i < ids.count; ++i) {
+        if (ids.values[i] >= plan.num_ids)
+            refuse(plan.id_name, " ", ids.values[i], " at position ", i, ": the cache has ",
+                   plan.id_name, "s 0 to ", plan.num_ids - 1, "; nothing was moved");
+    }
+}
+
 // ------------------------------------------------------------------------------------ all layers
 
 TransferPlan plan_multi_layer(const MultiLayerArguments& arguments) {
@@ -313,6 +321,7 @@ TransferPlan plan_multi_layer(const MultiLayerArguments& arguments) {
                               times(object.strides[2], object.element_size)};
     TransferPlan plan;
     plan.num_ids = cache.num_slots;
+    plan.first_id = skip;
     plan.id_name = "slot";
     plan.copies = token_copies(facts, cache, rows, layers, arguments.direction, arguments.pointers,
                                object.address, arguments.slots, skip);
@@ -546,6 +555,7 @@ TransferPlan plan_blocks(const BlockArguments& arguments) {
 
     TransferPlan plan;
     plan.num_ids = shape.nb;
+    plan.first_id = skip;
     plan.id_name = "block";
     if (arguments.blocks.count == 0)
         return plan;

@@ -43,8 +43,12 @@ struct NumberList {
 struct TransferPlan {
     std::vector<StridedCopy> copies;
     int64_t num_ids = 0;      // slots or blocks that the cache has: ids must be less
+    int64_t first_id = 0;     // ids before it are not used
     const char* id_name = ""; // "slot" or "block"
 };
+
+// Refuses ids that the cache does not have. `ids` are those of the call, readable here.
+void check_ids(const TransferPlan& plan, const NumberList& ids);
 
 struct MultiLayerArguments {
     TensorFacts key_value; // [kv_size, layers, tokens, width]
