@@ -13,7 +13,7 @@ from maru_kv_ops.executors import CopyMemory
 from maru_kv_ops.plan import CopyPlan
 
 try:
-    from maru_kv_ops import _host
+    import maru_kv_ops._host as _host
 except ImportError as error:
     _reason: str | None = str(error)
 else:
