@@ -1,4 +1,4 @@
-"""Tensors to views, and the torch executor against the counting oracle, on both of its routes."""
+"""The torch executor against the counting oracle, on both of its routes."""
 
 from __future__ import annotations
 
