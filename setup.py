@@ -1,53 +1,322 @@
 """Native extensions. Everything else about the project stands in pyproject.toml.
 
-An extension that cannot be built is left out and the install goes on: the package says at run
-time what is missing where it matters, and why it was not built stands in the build output
-(``pip install -v`` shows it). One line for each extension says how it went.
+    maru_shm._cxl_flush   cache-line flushes for CXL memory       a C compiler
+    maru_kv_ops._host     copies between host memories            a C++ compiler, pybind11
+    maru_kv_ops._C        copies between a GPU and host memory    torch for CUDA, nvcc
 
-    MARU_CXL_FLUSH   unset: build it if that works; 1: fail if it does not; 0: do not build it
+An extension that cannot be built is left out and the install goes on: what became of those of
+maru_kv_ops is written into the package (``maru_kv_ops/_build.json``), which quotes it where it
+matters. One line for each extension says how it went (``pip install -v`` shows it).
+
+    MARU_CXL_FLUSH         unset: build it if that works; 1: fail if it does not; 0: do not build it
+    MARU_SKIP_KV_OPS       1: build neither _host nor _C
+    MARU_REQUIRE_KV_OPS    1: fail if one of them cannot be built
+    TORCH_CUDA_ARCH_LIST   architectures of _C, as torch reads it; unset: those of the visible GPUs
+    CUDA_HOME              the toolkit; unset: that of the nvcc on PATH
+    MAX_JOBS               compilers at once, as torch reads it
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # a build backend does not run in the folder of its setup.py
+
+from maru_kv_ops import build_record, preflight, vendor  # noqa: E402 # found by the line above
+from maru_kv_ops.build_record import BuildState, ExtensionRecord  # noqa: E402 # likewise
+
+FLUSH, HOST, KERNELS = "maru_shm._cxl_flush", "maru_kv_ops._host", "maru_kv_ops._C"
 CXL_FLUSH_WISH = os.environ.get("MARU_CXL_FLUSH", "")
+WARNINGS = ["-Wall", "-Wextra"]
+RETRY = "Correct that, then run: " + build_record.BUILD_STEP
 
 
-class BuildWhatWorks(build_ext):
-    """``build_ext`` that says in one line what became of each extension."""
-
-    def build_extension(self, ext: Extension) -> None:
-        """Build, and report either way."""
-        try:
-            super().build_extension(ext)
-        except Exception as error:
-            print(
-                f"maru build: {ext.name} OFF: {error}. A C compiler and the headers of Python "
-                f"would be needed",
-                file=sys.stderr,
-            )
-            raise  # setuptools goes on without an extension that is optional.
-        print(f"maru build: {ext.name} ON", file=sys.stderr)
+class BuildRefused(Exception):
+    """An extension that was required cannot be built. Ends the install."""
 
 
-def extensions() -> list[Extension]:
-    """What this build tries."""
-    if CXL_FLUSH_WISH == "0":
-        print("maru build: maru_shm._cxl_flush OFF: MARU_CXL_FLUSH=0", file=sys.stderr)
-        return []
-    return [
-        Extension(
-            "maru_shm._cxl_flush",
-            sources=["maru_shm/_cxl_flush.c"],
-            extra_compile_args=["-O2", "-Wall", "-Wextra"],
-            optional=CXL_FLUSH_WISH != "1",
+@dataclass(frozen=True)
+class Planned:
+    """The extensions of maru_kv_ops that this build tries, and why not the others."""
+
+    extensions: tuple[Extension, ...]
+    skipped: dict[str, ExtensionRecord]
+    kernels: preflight.Build | None
+
+
+def plan() -> Planned:
+    """Ask the preflight gate. Raises BuildRefused for what is required and refused."""
+    try:
+        found = preflight.look()
+    except ValueError as error:
+        raise BuildRefused(str(error)) from None
+    decision = preflight.decide(found)
+    if isinstance(decision, preflight.Build):
+        trial = preflight.try_compiler(decision.toolkit, preflight.run_command)
+        decision = trial or decision
+    if found.wish is preflight.Wish.SKIP:
+        assert isinstance(decision, preflight.Refusal)
+        record = ExtensionRecord(BuildState.SKIPPED, decision.reason)
+        return Planned((), {"_C": record, "_host": record}, None)
+    if isinstance(decision, preflight.Build):
+        return Planned((host_extension(), kernel_extension(decision)), {}, decision)
+    if found.wish is preflight.Wish.REQUIRE:
+        raise BuildRefused(
+            f"MARU_REQUIRE_KV_OPS=1, but {KERNELS} cannot be built: {decision.reason}"
         )
+    torch = found.torch if isinstance(found.torch, preflight.TorchFacts) else None
+    record = ExtensionRecord(
+        BuildState.SKIPPED, decision.reason, None if torch is None else torch.version
+    )
+    return Planned((host_extension(),), {"_C": record}, None)
+
+
+def flush_extension() -> Extension:
+    """Cache-line flushes: one C file."""
+    return Extension(
+        FLUSH,
+        sources=["maru_shm/_cxl_flush.c"],
+        extra_compile_args=["-O2", *WARNINGS],
+        optional=CXL_FLUSH_WISH != "1",
+    )
+
+
+def host_extension() -> Extension:
+    """The kernels' copies, compiled for the host."""
+    import pybind11
+
+    return Extension(
+        HOST,
+        sources=[
+            "maru_kv_ops/binding/host_module.cpp",
+            "maru_kv_ops/csrc/host_copy.cpp",
+            "maru_kv_ops/csrc/transfers.cpp",
+        ],
+        include_dirs=[pybind11.get_include()],
+        define_macros=sources_macros(),
+        extra_compile_args=["-O3", "-std=c++17", "-fvisibility=hidden", "-pthread", *WARNINGS],
+        extra_link_args=["-pthread"],
+        depends=unit_files(),
+        language="c++",
+        optional=True,
+    )
+
+
+def kernel_extension(build: preflight.Build) -> Extension:
+    """The CUDA extension, as torch builds such extensions."""
+    # Read by torch when it is imported next, and when it compiles.
+    os.environ["CUDA_HOME"] = str(build.toolkit.root)
+    os.environ["TORCH_CUDA_ARCH_LIST"] = build.arch_list
+    from torch.utils.cpp_extension import CUDAExtension
+
+    csrc = HERE / "maru_kv_ops" / "csrc"
+    device_sources = sorted(
+        str(path.relative_to(HERE))
+        for path in csrc.iterdir()
+        if path.suffix in (".cu", ".cpp") and path.name != "host_copy.cpp"
+    )
+    extension: Extension = CUDAExtension(
+        KERNELS,
+        sources=["maru_kv_ops/binding/cuda_module.cpp", *device_sources],
+        define_macros=[
+            *sources_macros(),
+            macro("MARU_TORCH_VERSION", build.torch.version),
+            macro("MARU_CUDA_VERSION", build.toolkit.version),
+            macro("MARU_ARCH_LIST", build.arch_list),
+        ],
+        extra_compile_args={
+            "cxx": ["-O3", "-std=c++17", "-fvisibility=hidden", *WARNINGS],
+            "nvcc": ["-O3", "-std=c++17", "-Xcompiler", ",".join(WARNINGS)],
+        },
+        depends=unit_files(),
+    )
+    extension.optional = True
+    return extension
+
+
+def sources_macros() -> list[tuple[str, str]]:
+    """From which kernel sources a module is compiled."""
+    return [
+        macro("MARU_KERNEL_REVISION", vendor.kernel_revision()),
+        macro("MARU_SOURCES_DIGEST", vendor.sources_digest()),
     ]
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildWhatWorks})
+def macro(name: str, text: str) -> tuple[str, str]:
+    """A macro that is a string literal."""
+    return (name, f'"{text}"')
+
+
+def unit_files() -> list[str]:
+    """Every native source, so that a change of any is a reason to compile again."""
+    package = HERE / "maru_kv_ops"
+    return sorted(
+        str(path.relative_to(HERE))
+        for folder in ("csrc", "binding")
+        for path in (package / folder).iterdir()
+    )
+
+
+class BuildWhatWorks(build_ext):
+    """``build_ext`` that drops what does not compile, and writes down what became of everything."""
+
+    def run(self) -> None:
+        """Build all, then write the record where the package will be read from."""
+        into_source = bool(self.inplace) or bool(getattr(self, "editable_mode", False))
+        self.records = dict(PLANNED.skipped)
+        super().run()
+        write_record(self.records, self.build_lib, into_source)
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build one, and report either way."""
+        try:
+            if ext.name == KERNELS:
+                self._build_with_torch(ext)
+            else:
+                with captured_output():
+                    super().build_extension(ext)
+        except Exception as error:
+            reason = preflight.first_error(output_of(error) or str(error))
+            say(f"{ext.name} OFF: {reason}")
+            if ext.name == FLUSH:
+                raise  # setuptools goes on without an extension that is optional.
+            self._drop(ext, reason)
+        else:
+            say(f"{ext.name} ON")
+            if ext.name != FLUSH:
+                self.records[ext.name.rpartition(".")[2]] = built_record(ext)
+
+    def _drop(self, ext: Extension, reason: str) -> None:
+        if os.environ.get("MARU_REQUIRE_KV_OPS") == "1":
+            raise BuildRefused(f"MARU_REQUIRE_KV_OPS=1, but {ext.name} does not compile: {reason}")
+        name = ext.name.rpartition(".")[2]
+        self.records[name] = ExtensionRecord(
+            BuildState.FAILED, f"it does not compile: {reason}. {RETRY}"
+        )
+        for built in (
+            Path(self.get_ext_fullpath(ext.name)),
+            *HERE.glob(f"maru_kv_ops/{name}.*.so"),
+        ):
+            built.unlink(missing_ok=True)  # nothing of an earlier build may pass for this one
+
+    def _build_with_torch(self, ext: Extension) -> None:
+        from torch.utils.cpp_extension import BuildExtension
+
+        command = BuildExtension(self.distribution)
+        for option in ("build_lib", "build_temp", "force", "debug", "plat_name"):
+            setattr(command, option, getattr(self, option))
+        command.ensure_finalized()
+        command.inplace = self.inplace
+        command.extensions = [ext]
+        with captured_output():
+            command.build_extensions()
+
+
+class BuildRecordToo(build_py):
+    """``build_py`` that writes the record of a build without extensions, which is all it knows."""
+
+    def run(self) -> None:
+        """Build, and say what is skipped; ``build_ext`` comes later and overwrites the record."""
+        super().run()
+        into_source = bool(getattr(self, "editable_mode", False))
+        write_record(PLANNED.skipped, self.build_lib, into_source)
+        for name, record in PLANNED.skipped.items():
+            say(f"maru_kv_ops.{name} OFF: {record.reason}")
+            if into_source:
+                for old in (HERE / "maru_kv_ops").glob(f"{name}.*.so"):
+                    old.unlink()  # of an earlier build, perhaps for another torch
+
+
+def write_record(
+    records: dict[str, ExtensionRecord], build_lib: str | None, into_source: bool
+) -> None:
+    """Write it where the package will be read from: the wheel's folder, or the checkout."""
+    folders = [] if build_lib is None else [Path(build_lib) / "maru_kv_ops"]
+    if into_source:
+        folders.append(HERE / "maru_kv_ops")
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        build_record.write(records, folder / build_record.RECORD.name)
+
+
+PLANNED: Planned
+
+
+def built_record(ext: Extension) -> ExtensionRecord:
+    """What a module was made with."""
+    build = PLANNED.kernels if ext.name == KERNELS else None
+    if build is None:
+        return ExtensionRecord(BuildState.BUILT)
+    return ExtensionRecord(
+        BuildState.BUILT,
+        torch=build.torch.version,
+        cuda=build.toolkit.version,
+        arch_list=build.arch_list,
+    )
+
+
+def say(line: str) -> None:
+    """One line of the build's output, whatever else is in it."""
+    print(f"maru build: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def captured_output() -> Iterator[None]:
+    """Show what compilers print, and attach it to what is raised, which says less."""
+    with tempfile.TemporaryFile() as file:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kept = [os.dup(1), os.dup(2)]
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        failure: BaseException | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, old in enumerate(kept, start=1):
+                os.dup2(old, number)
+                os.close(old)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+            sys.stderr.write(text)
+            if failure is not None:
+                failure.add_note(text)
+
+
+def output_of(error: Exception) -> str:
+    """What compilers printed before this was raised."""
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+def main() -> None:
+    """Decide, then hand over to setuptools."""
+    global PLANNED
+    PLANNED = plan()
+    extensions = list(PLANNED.extensions)
+    if CXL_FLUSH_WISH == "0":
+        say(f"{FLUSH} OFF: MARU_CXL_FLUSH=0")
+    else:
+        extensions.insert(0, flush_extension())
+    setup(
+        ext_modules=extensions,
+        cmdclass={"build_ext": BuildWhatWorks, "build_py": BuildRecordToo},
+    )
+
+
+main()
