@@ -89,7 +89,14 @@ MARU_HD int64_t cache_offset_of_id(const StridedCopy& copy, int64_t id) {
            id % copy.slots_per_block * copy.slot_stride;
 }
 
-MARU_HD RowPlace locate_row(const StridedCopy& copy, int64_t row) {
+// The numbers of the items, where they do not lie where the copy says: a kernel gets them with its
+// parameters.
+struct ItemNumbers {
+    const int64_t* ids;
+    const int64_t* object_starts; // or null
+};
+
+MARU_HD RowPlace locate_row(const StridedCopy& copy, const ItemNumbers& numbers, int64_t row) {
     int64_t pointer = 0;
     int64_t cache = copy.cache_offset;
     int64_t object = copy.object_offset;
@@ -105,7 +112,7 @@ MARU_HD RowPlace locate_row(const StridedCopy& copy, int64_t row) {
     const int64_t items = copy.num_items - copy.first_item;
     const int64_t item = copy.first_item + rest % items;
     rest /= items;
-    const int64_t id = copy.ids[item];
+    const int64_t id = numbers.ids[item];
     if (id < 0)
         return RowPlace{nullptr, nullptr};
     for (int i = copy.num_outer_axes - 1; i >= 0; --i) {
@@ -120,10 +127,14 @@ MARU_HD RowPlace locate_row(const StridedCopy& copy, int64_t row) {
         copy.cache_pointers != nullptr ? copy.cache_pointers[pointer] : copy.own_pointers[pointer];
     cache += cache_offset_of_id(copy, id);
     object += copy.objects[item / copy.items_per_object];
-    object += copy.object_starts != nullptr
-                  ? copy.object_starts[item]
+    object += numbers.object_starts != nullptr
+                  ? numbers.object_starts[item]
                   : item % copy.items_per_object * copy.object_item_stride;
     return RowPlace{reinterpret_cast<uint8_t*>(cache), reinterpret_cast<uint8_t*>(object)};
+}
+
+MARU_HD RowPlace locate_row(const StridedCopy& copy, int64_t row) {
+    return locate_row(copy, ItemNumbers{copy.ids, copy.object_starts}, row);
 }
 
 } // namespace maru
