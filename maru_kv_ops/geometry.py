@@ -58,14 +58,14 @@ class PoolSizes:
     """Bytes from one block to the next; 0: no padding."""
 
 
+MAX_BYTES = 2**63
+"""Offsets of the native modules are signed 64-bit integers, and so are torch's."""
+
+
 def pool_geometry(facts: FormatFacts, sizes: PoolSizes) -> PageGeometry:
     """Strides of a cache without padding but between blocks. Raises ``TransferRefused``."""
     extent = {"B": sizes.num_blocks, "N": sizes.block_tokens, "H": sizes.heads, "P": 2, "O": 1}
     extent |= {"L": sizes.layers, "S": sizes.num_blocks * sizes.block_tokens}
-    if "H" not in facts.axes:
-        extent["N" if "N" in facts.axes else "S"] *= (
-            sizes.heads
-        )  # a token's heads follow each other
     stride: dict[str, int] = {}
     step = sizes.run_bytes
     block_stride = 0
@@ -80,6 +80,8 @@ def pool_geometry(facts: FormatFacts, sizes: PoolSizes) -> PageGeometry:
             step = block_stride
         stride[letter] = step
         step *= extent[letter]
+    if step >= MAX_BYTES:
+        raise TransferRefused(f"sizes: {sizes} does not fit into 63 bits")
     row = sizes.run_bytes * sizes.heads
     if facts.blocks_are_tight:
         block_stride = row * sizes.block_tokens
@@ -135,9 +137,9 @@ def layer_geometry(facts: FormatFacts, tensor: TensorShape, width: int) -> PageG
     """
     tensor = _with_fused_content(facts, tensor)
     memory_order = facts.axes.replace("L", "")
-    if facts.content is Content.BLOCKED_SCALE and len(tensor.sizes) == 2:
-        memory_order = "BC"
-    if memory_order == "BNC" and len(tensor.sizes) == 4:
+    if facts.content is Content.BLOCKED_SCALE:
+        memory_order = "BNC" if len(tensor.sizes) == 3 else "BC"
+    elif memory_order == "BNC" and len(tensor.sizes) == 4:
         memory_order = "BNHC"
     named = _named_axes(memory_order, tensor, width)
     if named is None:
@@ -155,13 +157,12 @@ def layer_geometry(facts: FormatFacts, tensor: TensorShape, width: int) -> PageG
     run = width // heads * tensor.element_bytes
     tokens = size["C"] // width if memory_order == "BC" else size.get("N", 1)
     whole = RowPart(0, 0, heads, run, stride.get("N", 0), stride.get("H", 0))
-    if facts.content is Content.BLOCKED_SCALE:
-        contiguous = tokens == 1 or stride.get("N", run) == run
-        if run <= SCALE_BYTES or not contiguous:
-            raise TransferRefused(
-                f"vllm_key_value_cache: expected contiguous pages of {facts.format.name}, each "
-                f"token values and {SCALE_BYTES} bytes of scale, found {tensor}"
-            )
+    contiguous = tokens == 1 or stride.get("N", run) == run
+    if facts.content is Content.BLOCKED_SCALE and not contiguous:
+        raise TransferRefused(
+            f"vllm_key_value_cache: expected contiguous pages of {facts.format.name}, "
+            f"found {tensor}"
+        )
     blocks = "S" if "S" in named else "B"
     return PageGeometry(
         num_blocks=size[blocks],
@@ -197,6 +198,11 @@ def _parts(facts: FormatFacts, block_tokens: int, whole: RowPart) -> tuple[RowPa
     if facts.content is not Content.BLOCKED_SCALE:
         return (whole,)
     values = whole.run_bytes - SCALE_BYTES
+    if values < 1:
+        raise TransferRefused(
+            f"a token of {facts.format.name} is values and {SCALE_BYTES} bytes of scale, found "
+            f"{whole.run_bytes} bytes"
+        )
     return (
         RowPart(0, 0, 1, values, values, 0),
         RowPart(block_tokens * values, values, 1, SCALE_BYTES, SCALE_BYTES, 0),
@@ -214,7 +220,7 @@ def _with_fused_content(facts: FormatFacts, tensor: TensorShape) -> TensorShape:
 
 def _named_axes(memory_order: str, tensor: TensorShape, width: int) -> str | None:
     """A letter for each of the tensor's axes; None if it does not fit."""
-    if len(tensor.sizes) != len(memory_order) or min(tensor.sizes) < 1:
+    if len(tensor.sizes) != len(memory_order) or min(width, *tensor.sizes) < 1:
         return None
     content = tensor.sizes[-1]
     if content > 1 and tensor.strides[-1] != 1:

@@ -13,38 +13,51 @@ for blocked scales), ``slot = block * block_size + offset``. Directions and form
 of any module's enumeration. A negative slot or block id is skipped in all layers and planes.
 
 Everything is refused before anything moves, with ``TransferRefused`` (a ValueError) or TypeError.
-Work goes to the current stream of the cache's device. Which rows move is worked out on the host, so
-ids that lie on a device are read back: the one place where these operations wait for a device.
+Work goes to the current stream of the cache's device. Which rows move is worked out on the host:
+ids that lie on a device are read back, and stores from a device into host memory wait for their
+bytes. The native modules do neither.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from itertools import product
 
 import torch
 
 from maru_kv_ops.errors import TransferRefused
-from maru_kv_ops.formats import (
-    FORMATS,
-    SCALE_BYTES,
-    Content,
-    EngineKVFormat,
-    FormatFacts,
-    PageBufferShapeDesc,
-)
+from maru_kv_ops.formats import Content, EngineKVFormat, FormatFacts, PageBufferShapeDesc
 from maru_kv_ops.geometry import (
     PageGeometry,
     PoolSizes,
-    RowPart,
-    TensorShape,
-    check_rows,
     layer_geometry,
     pointer_index,
     pool_geometry,
 )
 from maru_kv_ops.plan import TransferDirection
+from maru_kv_ops.torch_memory import TokenRows, as_bytes, memory_at, move_tokens, token_rows
+from maru_kv_ops.transfer_arguments import (
+    addresses_argument,
+    check_range,
+    direction_argument,
+    format_argument,
+    ids_argument,
+    rows_argument,
+    shape_argument,
+    slots_argument,
+    tensor_argument,
+    tensor_shape,
+)
+
+__all__ = [
+    "EngineKVFormat",
+    "PageBufferShapeDesc",
+    "TransferDirection",
+    "multi_layer_block_kv_transfer",
+    "multi_layer_kv_transfer",
+    "single_layer_kv_transfer",
+]
 
 
 def multi_layer_kv_transfer(
@@ -69,17 +82,16 @@ def multi_layer_kv_transfer(
     heads lie outside tokens; K and V fused count once. ``skip_prefix_n_tokens``: tokens at the
     front that stay as they are. ``block_stride_elems``: elements between blocks; 0: no padding.
     """
-    facts, way = _format_of(engine_kv_format), _direction_of(direction)
-    shape = _shape_of(key_value)
+    facts, way = format_argument(engine_kv_format), direction_argument(direction)
+    shape = rows_argument("key_value", key_value)
     if len(shape.sizes) != 4 or shape.sizes[0] != facts.kv_size or min(shape.sizes[1::2]) < 1:
         raise TransferRefused(
             f"key_value: expected [{facts.kv_size}, layers, tokens, width] for "
             f"{facts.format.name}, found {shape}"
         )
-    check_rows("key_value", shape)
     _, layers, tokens, width = shape.sizes
-    addresses = _addresses("key_value_ptrs", key_value_ptrs, facts, layers)
-    ids = _ids("slot_mapping", slot_mapping, tokens)
+    addresses = addresses_argument("key_value_ptrs", key_value_ptrs, facts, layers)
+    slots = slots_argument(slot_mapping, tokens)
     if not 0 <= skip_prefix_n_tokens <= tokens:
         raise TransferRefused(f"skip_prefix_n_tokens: {skip_prefix_n_tokens} of {tokens} tokens")
     if min(page_buffer_size, block_size, head_size, block_stride_elems) < 0:
@@ -112,16 +124,11 @@ def multi_layer_kv_transfer(
         run_bytes=run * shape.element_bytes,
         block_stride=block_stride_elems * shape.element_bytes,
     )
-    _check_scale(facts, sizes)
     pages = pool_geometry(facts, sizes)
-    _check_range(ids, pages.num_slots, "slot", skip_prefix_n_tokens)
-    rows = _rows_of(ids, skip_prefix_n_tokens)
-    object_bytes = _as_bytes(key_value)
-    for plane in range(facts.kv_size):
-        for layer in range(layers):
-            address = addresses[pointer_index(facts, layers, plane, layer)]
-            address += plane * pages.plane_stride + layer * pages.layer_stride
-            _move_tokens(pages, address, paged_memory_device, object_bytes[plane, layer], rows, way)
+    check_range(slots, pages.num_slots, "slot", skip_prefix_n_tokens)
+    device = torch.device(paged_memory_device)
+    rows = token_rows(slots, skip_prefix_n_tokens)
+    _move_all_layers(facts, pages, addresses, device, as_bytes(key_value), rows, way)
 
 
 def single_layer_kv_transfer(
@@ -139,8 +146,8 @@ def single_layer_kv_transfer(
     ``vllm_key_value_cache``: the layer's tensor (K and V in a list where they have tensors of their
     own), described by its real strides; see ``geometry.layer_geometry``.
     """
-    facts, way = _format_of(engine_kv_format), _direction_of(direction)
-    shape = _shape_of(lmc_key_value_cache)
+    facts, way = format_argument(engine_kv_format), direction_argument(direction)
+    shape = rows_argument("lmc_key_value_cache", lmc_key_value_cache)
     two_planes = facts.kv_size == 2
     plane_at = 1 if token_major else 0
     if len(shape.sizes) != (3 if two_planes else 2) or (two_planes and shape.sizes[plane_at] != 2):
@@ -150,13 +157,15 @@ def single_layer_kv_transfer(
         raise TransferRefused(
             f"lmc_key_value_cache: expected {expected} for {facts.format.name}, found {shape}"
         )
-    check_rows("lmc_key_value_cache", shape)
-    staging = _as_bytes(lmc_key_value_cache)
+    staging = as_bytes(lmc_key_value_cache)
     planes = staging.unbind(plane_at) if two_planes else (staging,)
     tokens, width = int(planes[0].shape[0]), shape.sizes[-1]
-    ids = _ids("slot_mapping", slot_mapping, tokens)
+    slots = slots_argument(slot_mapping, tokens)
     given = vllm_key_value_cache
-    tensors = [given] if isinstance(given, torch.Tensor) else list(given)
+    tensors = [
+        tensor_argument("vllm_key_value_cache", tensor)
+        for tensor in (given if isinstance(given, list | tuple) else [given])
+    ]
     expected_tensors = facts.num_pointers(1)
     if len(tensors) != expected_tensors:
         raise TransferRefused(
@@ -169,18 +178,18 @@ def single_layer_kv_transfer(
                 f"vllm_key_value_cache: expected {lmc_key_value_cache.dtype} as in "
                 f"lmc_key_value_cache, found {tensor.dtype}"
             )
-    pages = [layer_geometry(facts, _shape_of(tensor), width) for tensor in tensors]
+    pages = [layer_geometry(facts, tensor_shape(tensor), width) for tensor in tensors]
     if pages[0] != pages[-1]:
         raise TransferRefused(
-            f"vllm_key_value_cache: K and V must lie alike, found {_shape_of(tensors[0])} and "
-            f"{_shape_of(tensors[-1])}"
+            f"vllm_key_value_cache: K and V must lie alike, found {tensor_shape(tensors[0])} and "
+            f"{tensor_shape(tensors[-1])}"
         )
-    _check_range(ids, pages[0].num_slots, "slot", 0)
-    rows = _rows_of(ids, 0)
+    check_range(slots, pages[0].num_slots, "slot", 0)
+    rows = token_rows(slots, 0)
     for number, plane in enumerate(planes):
         tensor = tensors[min(number, len(tensors) - 1)]
         address = tensor.data_ptr() + number * pages[0].plane_stride
-        _move_tokens(pages[0], address, tensor.device, plane, rows, way)
+        move_tokens(pages[0], address, tensor.device, plane, rows, way)
 
 
 def multi_layer_block_kv_transfer(
@@ -201,16 +210,18 @@ def multi_layer_block_kv_transfer(
     of them. Where K and V are fused, ``shape_desc.hs`` is both. Opaque pages are
     ``NL_X_NB_BS_HS`` with ``bs`` 1 and ``hs`` a page's elements.
     """
-    facts, way = _format_of(engine_kv_format), _direction_of(direction)
-    desc = shape_desc
-    sizes = (desc.nl, desc.nb, desc.bs, desc.nh, desc.hs, desc.element_size)
-    if desc.kv_size != facts.kv_size or min(sizes) < 1 or desc.block_stride_elems < 0:
+    facts, way = format_argument(engine_kv_format), direction_argument(direction)
+    desc = shape_argument(shape_desc)
+    least = min(desc.nl, desc.nb, desc.bs, desc.nh, desc.hs, desc.element_size)
+    if desc.kv_size != facts.kv_size or least < 1 or desc.block_stride_elems < 0:
         raise TransferRefused(
             f"shape_desc: expected kv_size {facts.kv_size} for {facts.format.name} and sizes of 1 "
             f"or more, found {desc}"
         )
-    addresses = _addresses("paged_buffer_ptrs_tensor", paged_buffer_ptrs_tensor, facts, desc.nl)
-    ids = _ids("block_ids", block_ids, None)
+    addresses = addresses_argument(
+        "paged_buffer_ptrs_tensor", paged_buffer_ptrs_tensor, facts, desc.nl
+    )
+    ids = ids_argument("block_ids", block_ids)
     if not object_ptrs or len(ids) % len(object_ptrs):
         raise TransferRefused(
             f"block_ids: {len(ids)} ids cannot be divided among {len(object_ptrs)} objects"
@@ -225,9 +236,13 @@ def multi_layer_block_kv_transfer(
         )
     if not 0 <= skip_prefix_n_blocks <= len(ids):
         raise TransferRefused(f"skip_prefix_n_blocks: {skip_prefix_n_blocks} of {len(ids)} blocks")
+    if facts.content is Content.BLOCKED_SCALE and desc.nh != 1:
+        raise TransferRefused(
+            f"shape_desc: a token of {facts.format.name} has one head, found nh {desc.nh}"
+        )
     width = desc.nh * desc.hs * desc.element_size
     heads = desc.nh if facts.head_major else 1
-    pool = PoolSizes(
+    sizes = PoolSizes(
         layers=desc.nl,
         num_blocks=desc.nb,
         block_tokens=desc.bs,
@@ -235,183 +250,38 @@ def multi_layer_block_kv_transfer(
         run_bytes=width // heads,
         block_stride=desc.block_stride_elems * desc.element_size,
     )
-    _check_scale(facts, pool)
-    pages = pool_geometry(facts, pool)
-    _check_range(ids, desc.nb, "block", skip_prefix_n_blocks)
+    pages = pool_geometry(facts, sizes)
+    check_range(ids, desc.nb, "block", skip_prefix_n_blocks)
+    where = torch.device(device)
     shape = (facts.kv_size, desc.nl, chunk_tokens, width)
     for number, object_address in enumerate(object_ptrs):
         first = number * per_object
-        slots = [
-            id * desc.bs + offset if id >= 0 and first + place >= skip_prefix_n_blocks else -1
-            for place, id in enumerate(ids[first : first + per_object])
-            for offset in range(desc.bs)
-        ]
-        rows = _rows_of(slots, 0)
-        if not rows.slots:
+        rows = token_rows(
+            [
+                block * desc.bs + token if block >= 0 and place >= skip_prefix_n_blocks else -1
+                for place, block in enumerate(ids[first : first + per_object], first)
+                for token in range(desc.bs)
+            ],
+            0,
+        )
+        if rows.slots.numel() == 0:
             continue
-        objects = _memory_at(object_address, shape[0] * shape[1] * shape[2] * width, "cpu")
-        planes = objects.view(shape)
-        for plane in range(facts.kv_size):
-            for layer in range(desc.nl):
-                address = addresses[pointer_index(facts, desc.nl, plane, layer)]
-                address += plane * pages.plane_stride + layer * pages.layer_stride
-                _move_tokens(pages, address, device, planes[plane, layer], rows, way)
+        object_bytes = memory_at(object_address, math.prod(shape), torch.device("cpu")).view(shape)
+        _move_all_layers(facts, pages, addresses, where, object_bytes, rows, way)
 
 
-# ---------------------------------------------------------------------------- moving
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Which tokens move."""
-
-    positions: list[int]
-    """In the object."""
-    slots: list[int]
-    """In the cache, one for each position."""
-
-
-def _rows_of(ids: Sequence[int], first: int) -> _Rows:
-    positions = [i for i in range(first, len(ids)) if ids[i] >= 0]
-    return _Rows(positions, [ids[i] for i in positions])
-
-
-def _move_tokens(
+def _move_all_layers(
+    facts: FormatFacts,
     pages: PageGeometry,
-    address: int,
-    device: torch.device | str,
-    object_rows: torch.Tensor,
-    rows: _Rows,
+    addresses: Sequence[int],
+    device: torch.device,
+    object_bytes: torch.Tensor,
+    rows: TokenRows,
     direction: TransferDirection,
 ) -> None:
-    """Move tokens of one plane of one layer; ``object_rows`` uint8 ``[tokens, width]``."""
-    if not rows.slots:
-        return
-    slots = torch.tensor(rows.slots)
-    positions = torch.tensor(rows.positions)
-    for part, cache in _cache_parts(pages, address, device):
-        blocks = (slots // pages.block_tokens).to(cache.device)
-        offsets = (slots % pages.block_tokens).to(cache.device)
-        stored = object_rows[:, part.object_offset : part.object_offset + _part_bytes(part)]
-        stored = stored.view(len(stored), part.heads, part.run_bytes)
-        at = positions.to(stored.device)
-        if direction is TransferDirection.D2H:
-            stored[at] = cache[blocks, offsets].to(stored.device)
-        else:
-            cache[blocks, offsets] = stored[at].to(cache.device)
-
-
-def _cache_parts(
-    pages: PageGeometry, address: int, device: torch.device | str
-) -> Iterator[tuple[RowPart, torch.Tensor]]:
-    """Each part of the rows, as uint8 ``[blocks, tokens, heads, run]`` over the cache's memory."""
-    for part in pages.parts:
-        shape = (pages.num_blocks, pages.block_tokens, part.heads, part.run_bytes)
-        strides = (pages.block_stride, part.slot_stride, part.head_stride, 1)
-        end = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
-        memory = _memory_at(address + part.cache_offset, end, device)
-        yield part, memory.as_strided(shape, strides)
-
-
-def _part_bytes(part: RowPart) -> int:
-    return part.heads * part.run_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _DeviceMemory:
-    """Memory of a CUDA device, in the form that torch takes addresses in."""
-
-    __cuda_array_interface__: dict[str, object]
-
-
-def _memory_at(address: int, num_bytes: int, device: torch.device | str) -> torch.Tensor:
-    """Return ``num_bytes`` at ``address`` as a flat uint8 tensor that does not own them."""
-    where = torch.device(device)
-    if where.type == "cpu":
-        buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
-        return torch.frombuffer(buffer, dtype=torch.uint8)
-    interface: dict[str, object] = {
-        "shape": (num_bytes,),
-        "typestr": "|u1",
-        "data": (address, False),
-        "version": 2,
-    }
-    return torch.as_tensor(_DeviceMemory(interface), device=where)
-
-
-# ---------------------------------------------------------------------------- arguments
-
-
-def _format_of(number: int) -> FormatFacts:
-    try:
-        return FORMATS[EngineKVFormat(int(number))]
-    except ValueError:
-        raise TransferRefused(
-            f"engine_kv_format: {number} is no known format; they are 0 to {len(FORMATS) - 1}"
-        ) from None
-
-
-def _direction_of(number: int) -> TransferDirection:
-    try:
-        return TransferDirection(int(number))
-    except ValueError:
-        raise TransferRefused(f"direction: {number} is neither H2D (0) nor D2H (1)") from None
-
-
-def _shape_of(tensor: torch.Tensor) -> TensorShape:
-    return TensorShape(tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size())
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as uint8, the last axis that much longer."""
-    size = tensor.element_size()
-    if tensor.shape[-1] == 1:
-        tensor = tensor.as_strided(tensor.shape, (*tensor.stride()[:-1], 1))
-    return tensor if size == 1 and tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
-
-
-def _int64s(name: str, tensor: torch.Tensor) -> list[int]:
-    if tensor.dtype is not torch.int64:
-        raise TypeError(f"{name}: expected int64, found {tensor.dtype}")
-    if tensor.dim() != 1 or (tensor.numel() > 1 and tensor.stride(0) != 1):
-        raise TransferRefused(f"{name}: expected one contiguous dimension of int64")
-    return [int(value) for value in tensor.tolist()]
-
-
-def _addresses(name: str, tensor: torch.Tensor, facts: FormatFacts, layers: int) -> list[int]:
-    addresses = _int64s(name, tensor)
-    expected = facts.num_pointers(layers)
-    if len(addresses) != expected:
-        raise TransferRefused(
-            f"{name}: {facts.format.name} with {layers} layers has {expected} addresses, found "
-            f"{len(addresses)}"
-        )
-    return addresses
-
-
-def _ids(name: str, tensor: torch.Tensor, expected: int | None) -> list[int]:
-    ids = _int64s(name, tensor)
-    if expected is not None and len(ids) != expected:
-        raise TransferRefused(
-            f"{name}: expected a slot for each of {expected} tokens, found {len(ids)}"
-        )
-    return ids
-
-
-def _check_range(ids: Sequence[int], limit: int, what: str, first: int) -> None:
-    for place in range(first, len(ids)):
-        if ids[place] >= limit:
-            raise TransferRefused(
-                f"{what} {ids[place]} at position {place}: the cache has {what}s 0 to {limit - 1}; "
-                "nothing was moved"
-            )
-
-
-def _check_scale(facts: FormatFacts, sizes: PoolSizes) -> None:
-    if facts.content is Content.BLOCKED_SCALE and (
-        sizes.heads != 1 or sizes.run_bytes <= SCALE_BYTES
-    ):
-        raise TransferRefused(
-            f"a token of {facts.format.name} is one head of values and {SCALE_BYTES} bytes of "
-            f"scale, found {sizes.heads} heads of {sizes.run_bytes} bytes"
-        )
+    """Move tokens of one object, uint8 ``[kv_size, layers, tokens, width]``."""
+    planes, layers = object_bytes.shape[:2]
+    for plane, layer in product(range(planes), range(layers)):
+        address = addresses[pointer_index(facts, layers, plane, layer)]
+        address += plane * pages.plane_stride + layer * pages.layer_stride
+        move_tokens(pages, address, device, object_bytes[plane, layer], rows, direction)
