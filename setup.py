@@ -136,8 +136,9 @@ def kernel_extension(build: preflight.Build) -> Extension:
             macro("MARU_ARCH_LIST", build.arch_list),
         ],
         extra_compile_args={
-            "cxx": ["-O3", "-std=c++17", "-fvisibility=hidden", *WARNINGS],
-            "nvcc": ["-O3", "-std=c++17", "-Xcompiler", ",".join(WARNINGS)],
+            # No -std: torch adds the one that its headers need.
+            "cxx": ["-O3", "-fvisibility=hidden", *WARNINGS],
+            "nvcc": ["-O3", "-Xcompiler", ",".join(WARNINGS)],
         },
         depends=unit_files(),
     )

@@ -14,7 +14,7 @@ from types import ModuleType
 
 from maru_kv_ops import extension
 from maru_kv_ops.errors import ExecutorMissing, MemoryMismatch
-from maru_kv_ops.executors import CopyMemory
+from maru_kv_ops.executors import CopyMemory, CopyPath
 from maru_kv_ops.plan import CopyPlan
 
 
@@ -27,7 +27,7 @@ class KernelExecutor:
         """Raises ``ExecutorMissing``, with what to run, where ``_C`` is not available."""
         self._module = _extension(self.name)
 
-    def run(self, plan: CopyPlan, memory: CopyMemory) -> None:
+    def run(self, plan: CopyPlan, memory: CopyMemory) -> CopyPath:
         """See ``Executor.run``. The plan itself may go when this returns."""
         memory.check(plan)
         if plan.copies and not memory.objects.is_pinned():
@@ -37,6 +37,7 @@ class KernelExecutor:
                 "cudaHostRegister once, or take CopyEngineExecutor, which needs no pinned memory"
             )
         _queue(self._module, self._module.CopyPath.KERNEL, self.name, plan, memory)
+        return CopyPath.KERNEL
 
     def close(self) -> None:
         """See ``Executor.close``. There is nothing to release."""
@@ -56,10 +57,11 @@ class CopyEngineExecutor:
         """Raises ``ExecutorMissing``, with what to run, where ``_C`` is not available."""
         self._module = _extension(self.name)
 
-    def run(self, plan: CopyPlan, memory: CopyMemory) -> None:
+    def run(self, plan: CopyPlan, memory: CopyMemory) -> CopyPath:
         """See ``Executor.run``. The plan itself may go when this returns."""
         memory.check(plan)
         _queue(self._module, self._module.CopyPath.COPY_ENGINE, self.name, plan, memory)
+        return CopyPath.COPY_ENGINE
 
     def close(self) -> None:
         """See ``Executor.close``. There is nothing to release."""

@@ -7,12 +7,24 @@ are interchangeable: each moves exactly the bytes of the plan, or refuses before
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 import torch
 
 from maru_kv_ops.errors import MemoryMismatch
 from maru_kv_ops.plan import CopyPlan
+
+
+class CopyPath(StrEnum):
+    """What moved the bytes of a plan. The values are names in statistics and logs."""
+
+    HOST = "host"
+    """The kernels' copies, compiled for the host."""
+    KERNEL = "kernel"
+    COPY_ENGINE = "copy_engine"
+    TORCH = "torch"
+    """The fallback, which runs anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +86,8 @@ class Executor(Protocol):
         """Name in settings, logs and benchmarks."""
         ...
 
-    def run(self, plan: CopyPlan, memory: CopyMemory) -> None:
-        """Move the plan's bytes. Raises ``MemoryMismatch`` before anything moves."""
+    def run(self, plan: CopyPlan, memory: CopyMemory) -> CopyPath:
+        """Move the plan's bytes, and say by what. Raises ``MemoryMismatch`` before that."""
         ...
 
     def close(self) -> None:

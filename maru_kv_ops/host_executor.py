@@ -7,15 +7,17 @@ caches. It needs a C++ compiler at installation and no torch there; where it cou
 
 from __future__ import annotations
 
-from maru_kv_ops.build_record import BUILD_STEP
+from types import ModuleType
+
+from maru_kv_ops import build_record
 from maru_kv_ops.errors import ExecutorMissing, MemoryMismatch
-from maru_kv_ops.executors import CopyMemory
+from maru_kv_ops.executors import CopyMemory, CopyPath
 from maru_kv_ops.plan import CopyPlan
 
 try:
     import maru_kv_ops._host as _host
 except ImportError as error:
-    _reason: str | None = str(error)
+    _reason: str | None = f"cannot be loaded: {error}"
 else:
     _reason = None
 
@@ -25,11 +27,20 @@ def host_is_available() -> bool:
     return _reason is None
 
 
+def host_module() -> ModuleType | None:
+    """The module itself, which has the three copy operations too; None if it is not there."""
+    return _host if _reason is None else None
+
+
 def host_import_error() -> str | None:
     """Why it is not there and what to run; None if it is."""
     if _reason is None:
         return None
-    return f"maru_kv_ops._host: {_reason}. To build it: {BUILD_STEP}"
+    record = build_record.read().get("_host")
+    why = _reason if record is None or not record.reason else f"was not built: {record.reason}"
+    if build_record.BUILD_STEP in why:
+        return f"maru_kv_ops._host {why}"
+    return f"maru_kv_ops._host {why.rstrip('.')}. To build it: {build_record.BUILD_STEP}"
 
 
 class HostExecutor:
@@ -49,7 +60,7 @@ class HostExecutor:
             raise ExecutorMissing(missing)
         self._threads = _host.CopyThreads(threads)
 
-    def run(self, plan: CopyPlan, memory: CopyMemory) -> None:
+    def run(self, plan: CopyPlan, memory: CopyMemory) -> CopyPath:
         """See ``Executor.run``. The copy is complete when this returns."""
         memory.check(plan)
         for region in memory.regions:
@@ -63,6 +74,7 @@ class HostExecutor:
             memory.objects.data_ptr(),
             self._threads,
         )
+        return CopyPath.HOST
 
     def close(self) -> None:
         """See ``Executor.close``. The threads end with the executor."""

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from maru_kv_ops import host_rows
-from maru_kv_ops.executors import CopyMemory
+from maru_kv_ops.executors import CopyMemory, CopyPath
 from maru_kv_ops.plan import CopyPlan, Run, TransferDirection
 from maru_kv_ops.rows import RowCopy, rows_and_runs
 
@@ -38,7 +38,7 @@ class TorchExecutor:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def run(self, plan: CopyPlan, memory: CopyMemory) -> None:
+    def run(self, plan: CopyPlan, memory: CopyMemory) -> CopyPath:
         """See ``Executor.run``."""
         memory.check(plan)
         rows, runs = rows_and_runs(plan.copies)
@@ -49,6 +49,7 @@ class TorchExecutor:
                 move_rows(copy, plan.direction, memory)
             for run in runs:
                 move_run(run, plan.direction, memory)
+        return CopyPath.TORCH
 
     def close(self) -> None:
         """See ``Executor.close``."""

@@ -11,23 +11,26 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from maru_kv_ops.torch_executor import TorchExecutor
 from maru_shm.control.client import Client, connect_later
 from maru_shm.errors import MaruError
 from maru_shm.pool.reading import Verify
 from maru_vllm import compat
 from maru_vllm.engine_identity import EngineIdentity
+from maru_vllm.kv_ops import _resolve_kv_ops
 from maru_vllm.layout import ChunkLayout, chunk_layout
+from maru_vllm.placement import executor_for
 from maru_vllm.scheduler.half import SchedulerHalf
 from maru_vllm.scheduler.keys import ChainWhenKnown
 from maru_vllm.scheduler.shape import ChunkShape
 from maru_vllm.settings import Settings
 from maru_vllm.support import check_supported
+from maru_vllm.worker import calibration
 from maru_vllm.worker.copy_runner import ThreadCopyRunner, default_copy_threads
 from maru_vllm.worker.half import WorkerHalf
-from maru_vllm.worker.mapping import PoolMapping
+from maru_vllm.worker.mapping import mapping_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,9 +41,6 @@ logger = logging.getLogger(__name__)
 START_WAIT_S = 5.0
 """How long an engine's start waits for the server. An embedded one takes about half a second, so
 the first request finds it; an engine without a server is held up once, by this."""
-
-THREADS_PER_COPY = 2
-"""Threads that share one large copy: 1.65 x one thread between private memory and tmpfs here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +108,16 @@ def scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> S
 def worker_half(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerHalf:
     """The worker half of this process. Raises as ``engine_plan`` does."""
     plan = engine_plan(vllm_config, kv_cache_config)
+    device = torch.device(vllm_config.device_config.device_type)
     return WorkerHalf(
         layout=plan.layout,
         rank=get_tensor_model_parallel_rank(),
         verify=Verify(plan.settings.verify.value),
         runner=ThreadCopyRunner(default_copy_threads()),
-        executor=TorchExecutor(threads=THREADS_PER_COPY),
-        mapping=PoolMapping(),
+        executor=executor_for(
+            plan.settings.placement, device, _resolve_kv_ops(), calibration.table_of_device
+        ),
+        mapping=mapping_for(device),
         job_log_level=logging.INFO if plan.settings.log_timing else logging.DEBUG,
     )
 

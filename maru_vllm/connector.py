@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from maru_vllm import assembly, compat, logs
+from maru_vllm.kv_ops import _resolve_kv_ops
 from maru_vllm.metadata import MaruConnectorMetadata
 from maru_vllm.scheduler.half import SchedulerHalf
 from maru_vllm.stats import MaruPromMetrics, MaruStats
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+logs.follow_vllm()
+_resolve_kv_ops()  # now, so that what is missing is said before the first request, and once
 
 
 class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):

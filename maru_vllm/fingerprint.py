@@ -33,6 +33,7 @@ from typing import Final
 
 import xxhash
 
+from maru_vllm.cache_directory import cache_directory
 from maru_vllm.encoding import encode
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class DigestCache:
 
     def __init__(self, directory: Path | None = None) -> None:
         """``directory`` defaults to ``$XDG_CACHE_HOME/maru/weights`` (``~/.cache``)."""
-        self._directory = directory or _cache_home() / "maru" / "weights"
+        self._directory = directory or cache_directory() / "weights"
 
     def get(self, path: Path, version: _Version) -> bytes | None:
         """The digest of exactly this version of the file, or None."""
@@ -137,11 +138,6 @@ class DigestCache:
 
     def _entry(self, path: Path) -> Path:
         return self._directory / f"{hashlib.sha256(os.fsencode(path)).hexdigest()}.json"
-
-
-def _cache_home() -> Path:
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(given) if os.path.isabs(given) else Path.home() / ".cache"
 
 
 class FingerprintJob:

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from maru_kv_ops.executors import CopyPath
 from maru_shm.types import Extent, PartChecksum
 
 
@@ -103,6 +104,8 @@ class StoreReport:
     """Which part of the object this rank wrote."""
     checksum: PartChecksum | None
     """None where the copy failed."""
+    path: CopyPath | None = None
+    """What copied; None where nothing did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,8 @@ class LoadReport:
     job_id: int
     outcome: JobOutcome
     suspect_generations: tuple[int, ...] = ()
+    path: CopyPath | None = None
+    """What copied; None where nothing did."""
 
 
 @dataclass

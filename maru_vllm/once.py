@@ -32,6 +32,11 @@ class OncePerKind:
         if self._is_new(kind, message % args if args else message):
             self._logger.warning(message, *args)
 
+    def say(self, kind: str, message: str, *args: object) -> None:
+        """Log what is no fault, the first time."""
+        if self._is_new(kind, message):
+            self._logger.info(message, *args)
+
     def _is_new(self, hook: str, kind: str) -> bool:
         if (hook, kind) in self._seen:
             return False

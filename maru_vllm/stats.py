@@ -18,6 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
+from maru_kv_ops.executors import CopyPath
+
 
 @unique
 class Counter(Enum):
@@ -44,7 +46,19 @@ class Counter(Enum):
     STORES_LOST = "stores_lost"
     STORES_NO_SPACE = "stores_no_space"
     INTERNAL_ERRORS = "internal_errors"
+    LOADS_BY_HOST = "loads_by_host"
+    LOADS_BY_KERNEL = "loads_by_kernel"
+    LOADS_BY_COPY_ENGINE = "loads_by_copy_engine"
+    LOADS_BY_TORCH = "loads_by_torch"
+    STORES_BY_HOST = "stores_by_host"
+    STORES_BY_KERNEL = "stores_by_kernel"
+    STORES_BY_COPY_ENGINE = "stores_by_copy_engine"
+    STORES_BY_TORCH = "stores_by_torch"
 
+
+LOADS_BY: dict[CopyPath, Counter] = {path: Counter(f"loads_by_{path}") for path in CopyPath}
+"""Where a load is counted, by what copied it; one count for each rank."""
+STORES_BY: dict[CopyPath, Counter] = {path: Counter(f"stores_by_{path}") for path in CopyPath}
 
 DOCUMENTATION: dict[Counter, str] = {
     Counter.LOOKUPS: "Answered lookups of a request's chunks in the Maru pool.",
@@ -67,6 +81,14 @@ DOCUMENTATION: dict[Counter, str] = {
     Counter.STORES_LOST: "Stores whose reservation no longer stood, e.g. after a server restart.",
     Counter.STORES_NO_SPACE: "Chunks that found no space in the pool.",
     Counter.INTERNAL_ERRORS: "Errors inside the connector that were turned into misses.",
+    Counter.LOADS_BY_HOST: "Ranks' loads by the native host executor.",
+    Counter.LOADS_BY_KERNEL: "Ranks' loads by the copy kernel.",
+    Counter.LOADS_BY_COPY_ENGINE: "Ranks' loads by the device's copy engine.",
+    Counter.LOADS_BY_TORCH: "Ranks' loads by the torch fallback.",
+    Counter.STORES_BY_HOST: "Ranks' stores by the native host executor.",
+    Counter.STORES_BY_KERNEL: "Ranks' stores by the copy kernel.",
+    Counter.STORES_BY_COPY_ENGINE: "Ranks' stores by the device's copy engine.",
+    Counter.STORES_BY_TORCH: "Ranks' stores by the torch fallback.",
 }
 
 _GIB = 1 << 30

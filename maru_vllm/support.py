@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maru_vllm.settings import KVPayload, Placement, Settings, TransferMode
+from maru_vllm.settings import KVPayload, Settings, TransferMode
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,11 +47,6 @@ def _of_settings(settings: Settings) -> Iterator[str]:
         yield (
             'maru_transfer_mode is "server_driven", which no device supports yet; use "auto" or '
             '"engine_driven"'
-        )
-    if settings.placement not in (Placement.AUTO, Placement.FALLBACK):
-        yield (
-            f'maru_placement is "{settings.placement.value}", but only the torch executor is built '
-            'yet; use "auto" or "fallback"'
         )
 
 

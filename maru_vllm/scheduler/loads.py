@@ -18,7 +18,7 @@ from maru_vllm.scheduler.lookups import Grant
 from maru_vllm.scheduler.outbox import REPLY_TIMEOUT_S, Outbox, same_session
 from maru_vllm.scheduler.ports import Clock
 from maru_vllm.scheduler.shape import ChunkShape
-from maru_vllm.stats import Counter, MaruStats
+from maru_vllm.stats import LOADS_BY, Counter, MaruStats
 
 RENEW_AGE_OF_TERM = 1 / 2
 """Leases are renewed when this part of their term is over, well before a third is left."""
@@ -176,6 +176,8 @@ class Loads:
         if load is None:
             return None
         load.ranks_left -= 1
+        if report.path is not None:
+            self._stats.count(LOADS_BY[report.path])
         load.suspects.update(Generation(g) for g in report.suspect_generations)
         if report.outcome is not JobOutcome.DONE and load.outcome is not JobOutcome.SUSPECT:
             load.outcome = report.outcome

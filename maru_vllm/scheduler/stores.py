@@ -34,7 +34,7 @@ from maru_vllm.scheduler.outbox import REPLY_TIMEOUT_S, Outbox, same_session
 from maru_vllm.scheduler.ports import Clock
 from maru_vllm.scheduler.requests import RequestState, StorePolicy
 from maru_vllm.scheduler.shape import ChunkShape
-from maru_vllm.stats import Counter, MaruStats
+from maru_vllm.stats import STORES_BY, Counter, MaruStats
 
 logger = logging.getLogger(__name__)
 
@@ -306,6 +306,8 @@ class Stores:
         if job is None:
             return
         job.ranks_left -= 1
+        if report.path is not None:
+            self._stats.count(STORES_BY[report.path])
         if report.outcome is not JobOutcome.DONE:
             job.outcome = report.outcome
         elif report.checksum is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum, unique
 from typing import Protocol
 
+from maru_kv_ops.executors import CopyPath
 from maru_shm.types import PartChecksum
 from maru_vllm.metadata import JobOutcome
 
@@ -43,6 +44,8 @@ class CopyResult:
     """Objects that failed a check in a load."""
     seconds: float = 0.0
     """From the start of the task's work to its end, checks included."""
+    path: CopyPath | None = None
+    """What copied; None where nothing did."""
 
 
 @dataclass(frozen=True, slots=True)

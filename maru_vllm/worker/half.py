@@ -216,6 +216,13 @@ class WorkerHalf:
                 result.outcome.name.lower(),
                 result.seconds * 1e3,
             )
+            if result.path is not None:
+                self._once.say(
+                    f"{result.kind.name} by {result.path}",
+                    "Maru: %ss go through: %s",
+                    result.kind.name.lower(),
+                    result.path,
+                )
             self._book.finish(result)
             mapped = self._in_use.pop((result.kind, result.job_id), None)
             if mapped is not None:

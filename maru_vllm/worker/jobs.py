@@ -119,6 +119,7 @@ class JobBook:
                 job_id=result.job_id,
                 outcome=result.outcome,
                 suspect_generations=result.suspect_generations,
+                path=result.path,
             )
         )
         self._finished_recving.add(request_id)
@@ -139,6 +140,7 @@ class JobBook:
                 outcome=outcome,
                 part=self._part,
                 checksum=result.checksum if outcome is JobOutcome.DONE else None,
+                path=result.path,
             )
         )
         left = self._stores_of.pop(request_id) - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from maru_kv_ops.executors import CopyMemory, Executor
+from maru_kv_ops.executors import CopyMemory, CopyPath, Executor
 from maru_kv_ops.plan import CopyPlan, TransferDirection
 from maru_shm.pool import reading
 from maru_shm.pool.pool import Pool
@@ -40,6 +40,7 @@ def run_load(job: LoadJob, mapped: MappedPool, context: CopyContext, mark: Mark)
     blocks hold nothing of use, and all objects found damaged are named, not only the first: the
     next request for them must not fail again.
     """
+    path: CopyPath | None = None
     found = [_before(mapped.pool, chunk, context) for chunk in job.chunks]
     if all(outcome is JobOutcome.DONE for outcome in found):
         plans = [
@@ -53,7 +54,7 @@ def run_load(job: LoadJob, mapped: MappedPool, context: CopyContext, mark: Mark)
         ]
         with mark.behind():
             if plans:
-                context.executor.run(
+                path = context.executor.run(
                     join_plans(plans), CopyMemory(context.caches.regions, mapped.objects)
                 )
         found = [_after(mapped.pool, chunk, context) for chunk in job.chunks]
@@ -66,6 +67,7 @@ def run_load(job: LoadJob, mapped: MappedPool, context: CopyContext, mark: Mark)
             for chunk, outcome in zip(job.chunks, found, strict=True)
             if outcome is JobOutcome.SUSPECT
         ),
+        path=path,
     )
 
 

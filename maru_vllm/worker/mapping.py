@@ -19,6 +19,7 @@ from maru_shm.errors import MaruError
 from maru_shm.pool.pool import Pool, open_pool
 from maru_vllm.metadata import PoolRef
 from maru_vllm.once import OncePerKind
+from maru_vllm.worker.pinning import HostRegistry, PinnedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +37,13 @@ class Hold(Protocol):
 class MappedPool:
     """One mapped pool, with the session lock held. Counted by the worker's thread."""
 
-    def __init__(self, pool: Pool, lock: Hold) -> None:
+    def __init__(self, pool: Pool, lock: Hold, registry: HostRegistry | None = None) -> None:
+        """``registry``: pins the mapping for a device; None where copies stay in host memory."""
         self.pool = pool
         self.objects = torch.frombuffer(pool.mapping.buffer, dtype=torch.uint8)
         """All bytes of the pool, as executors take them."""
         self._lock = lock
+        self._pin = None if registry is None else PinnedMemory(self.objects, registry)
         self._jobs = 0
         self._retired = False
 
@@ -60,6 +63,9 @@ class MappedPool:
 
     def _close_if_unused(self) -> None:
         if self._retired and self._jobs == 0:
+            if self._pin is not None:
+                self._pin.close()
+                self._pin = None
             # The bytes stay mapped while a tensor over them lives (SharedMapping.close).
             del self.objects
             self.pool.close()
@@ -118,8 +124,11 @@ class PoolMapping:
             self._mapped = None
 
 
-def map_and_populate(ref: PoolRef) -> MappedPool:
-    """Join the session's lock, map, and begin to populate. Raises MaruError, OSError."""
+def map_and_populate(ref: PoolRef, registry: HostRegistry | None = None) -> MappedPool:
+    """Join the session's lock, map, and begin to populate and, with a registry, to pin.
+
+    Raises MaruError, OSError.
+    """
     lock = join_session_lock(ref.lock_path)
     try:
         pool = open_pool(ref.path, ref.medium, expect_uuid=ref.uuid)
@@ -127,4 +136,12 @@ def map_and_populate(ref: PoolRef) -> MappedPool:
         lock.close()
         raise
     pool.start_populate()
-    return MappedPool(pool, lock)
+    return MappedPool(pool, lock, registry)
+
+
+def mapping_for(device: torch.device) -> PoolMapping:
+    """The mapping of a worker whose cache lies on ``device``."""
+    if device.type != "cuda":
+        return PoolMapping()
+    registry: HostRegistry = torch.cuda.cudart()  # type: ignore[no-untyped-call] # theirs
+    return PoolMapping(lambda ref: map_and_populate(ref, registry))

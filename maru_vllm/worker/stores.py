@@ -44,11 +44,15 @@ def run_store(job: StoreJob, mapped: MappedPool, context: CopyContext, mark: Mar
     )
     plan = context.caches.plan(part.offset, 0, chunk.block_ids, TransferDirection.D2H)
     with mark.behind():
-        context.executor.run(plan, CopyMemory(context.caches.regions, mapped.objects))
+        path = context.executor.run(plan, CopyMemory(context.caches.regions, mapped.objects))
     checksum = part_checksum(mapped.pool.payload(part))
     mapped.pool.write_back(part)
     return CopyResult(
-        job_id=job.job_id, kind=CopyKind.STORE, outcome=JobOutcome.DONE, checksum=checksum
+        job_id=job.job_id,
+        kind=CopyKind.STORE,
+        outcome=JobOutcome.DONE,
+        checksum=checksum,
+        path=path,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from maru_vllm.settings import KVPayload, Placement, Settings, TransferMode
+from maru_vllm.settings import KVPayload, Settings, TransferMode
 from maru_vllm.support import NotSupported, check_supported
 
 
@@ -34,8 +34,6 @@ def test_the_default_settings_are_served() -> None:
         (Settings(async_store=False), "maru_async_store"),
         (Settings(kv_payload=KVPayload.TOKENS), "maru_kv_payload"),
         (Settings(transfer_mode=TransferMode.SERVER_DRIVEN), "maru_transfer_mode"),
-        (Settings(placement=Placement.KERNEL), "maru_placement"),
-        (Settings(placement=Placement.COPY_ENGINE), "maru_placement"),
     ],
 )
 def test_a_setting_that_is_not_built_yet_is_refused_by_its_name(
