@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+import maru_kv_ops
 from maru_cli.failures import CommandFailed, ExitStatus
 from maru_cli.looking import chosen_runtime_dir, looking
 from maru_cli.options import JsonFlag, output_format
@@ -22,6 +23,14 @@ from maru_shm.control.runtime_dir import RuntimeDir, RuntimeDirUnusable, check_s
 from maru_shm.errors import MaruError
 from maru_shm.pool.filesystem import available_memory_bytes, filesystem_type, free_bytes
 from maru_shm.pool.flush import flush_kind
+from maru_vllm.placement_table import (
+    PlacementRow,
+    PlacementTable,
+    TableError,
+    default_table,
+    kept_tables,
+    overridden,
+)
 from maru_vllm.settings import parse_size
 
 TESTED_VLLM = ("0.32",)
@@ -149,7 +158,57 @@ def _extensions() -> Iterator[Check]:
         yield Check("maru_shm._cxl_flush", State.NOTE, kind, advice)
     else:
         yield Check("maru_shm._cxl_flush", State.OK, f"built, uses {kind}")
-    yield Check("maru_kv_ops kernels", State.OK, "not built in this version; torch copies")
+    yield _kernels()
+    yield _host_executor()
+    yield _placement_table()
+
+
+def _kernels() -> Check:
+    error = maru_kv_ops.import_error()
+    if error is None:
+        info = maru_kv_ops.build_info()
+        found = "" if info is None else f"CUDA {info.cuda}, torch {info.torch}, {info.arch_list}"
+        return Check("maru_kv_ops._C", State.OK, f"built for {found}")
+    return Check("maru_kv_ops._C", State.NOTE, "not available: only GPUs need it", error)
+
+
+def _host_executor() -> Check:
+    if _version("torch") is None:
+        return Check("maru_kv_ops._host", State.NOTE, "not looked at: the connector needs torch")
+    from maru_kv_ops.host_executor import host_import_error
+
+    error = host_import_error()
+    if error is None:
+        return Check("maru_kv_ops._host", State.OK, "built: copies caches in host memory")
+    return Check("maru_kv_ops._host", State.NOTE, "not available: torch copies, slower", error)
+
+
+def _placement_table() -> Check:
+    subject = "placement table"
+    try:
+        given = overridden()
+    except TableError as error:
+        return Check(subject, State.PROBLEM, "cannot be used", str(error))
+    kept = [] if given is not None else kept_tables()
+    if given is not None:
+        return Check(subject, State.OK, f"given: {_rows(given)}")
+    if kept:
+        return Check(subject, State.OK, "; ".join(_rows(table) for table in kept))
+    found = "not measured (at the first start on a GPU); " + _rows(default_table())
+    return Check(subject, State.OK, found)
+
+
+def _rows(table: PlacementTable) -> str:
+    """From which run length and number of runs the kernel copies, else the copy engine."""
+
+    def text(rows: tuple[PlacementRow, ...]) -> str:
+        return ", ".join(
+            f"{size_text(row.run_bytes)}: "
+            + ("never" if row.kernel_from_runs is None else f"from {row.kernel_from_runs} runs")
+            for row in rows
+        )
+
+    return f"{table.device}: kernel for loads {text(table.loads)}; stores {text(table.stores)}"
 
 
 def _runtime(runtime: RuntimeDir) -> Check:

@@ -15,6 +15,7 @@ a file of this form that is used instead.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -72,7 +73,7 @@ class PlacementTable:
 def default_table() -> PlacementTable:
     """What is used until a device was measured: 28 KiB and 16 runs, measured by others on H100."""
     rows = (PlacementRow(1, 16), PlacementRow(28 << 10, None))
-    return PlacementTable("not measured", rows, rows)
+    return PlacementTable("default", rows, rows)
 
 
 def calibrate(
@@ -118,6 +119,15 @@ def overridden(environ: Mapping[str, str] = os.environ) -> PlacementTable | None
     """The table that MARU_PLACEMENT_TABLE names. Raises ``TableError``: at start-up only."""
     path = environ.get(OVERRIDE)
     return None if not path else read_table(Path(path))
+
+
+def kept_tables() -> list[PlacementTable]:
+    """Every table that was measured and kept here; those that cannot be read are passed over."""
+    tables = []
+    for path in sorted(table_path("any").parent.glob("*.json")):
+        with contextlib.suppress(TableError):
+            tables.append(read_table(path))
+    return tables
 
 
 def read_table(path: Path) -> PlacementTable:

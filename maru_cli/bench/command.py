@@ -13,7 +13,7 @@ import typer
 from maru_cli.failures import CommandFailed
 from maru_cli.needs import insist_on
 from maru_cli.options import JsonFlag, output_format
-from maru_cli.output import Screen, Unit
+from maru_cli.output import Screen, Unit, size_text
 
 app = typer.Typer(
     help="Measure Maru on this machine, always against something known.",
@@ -26,39 +26,75 @@ Rounds = Annotated[int, typer.Option("--rounds", min=5, help="Rounds; figures ar
 
 @app.command()
 def copy(
-    executor: Annotated[str, typer.Option("--executor", help="Who copies.")] = "torch",
+    executor: Annotated[
+        str | None,
+        typer.Option("--executor", help="host or torch; without, what the connector takes here."),
+    ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1)] = 1,
     layout: Annotated[
         str, typer.Option("--layout", help="vLLM's KV cache layout, such as LBHNC or BLNHC.")
     ] = "LBHNC",
     block_size: Annotated[int, typer.Option("--block-size", min=1)] = 32,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Of the request.")] = 2048,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Pages of 4 to 256 KiB, with one and two threads.")
+    ] = False,
     rounds: Rounds = DEFAULT_ROUNDS,
     json: JsonFlag = False,
 ) -> None:
     """Load and store of one request's chunks against plain memcpy of the same bytes."""
     screen = Screen(output_format(json))
     insist_on("torch", "maru bench copy")
-    from maru_cli.bench.copy import CopyBenchError, CopyBenchSettings, run_copy_bench
+    from maru_cli.bench.copy import (
+        CopyBenchError,
+        CopyBenchSettings,
+        default_executor,
+        run_copy_bench,
+        sweep_settings,
+    )
     from maru_kv_ops.layouts import KVLayout
 
     if layout not in [known.value for known in KVLayout]:
         known_layouts = ", ".join(known.value for known in KVLayout)
         raise CommandFailed(f"no layout {layout!r}; there are {known_layouts}")
     settings = CopyBenchSettings(
-        executor=executor,
+        executor=executor or default_executor(),
         threads=threads,
         layout=KVLayout(layout),
         block_size=block_size,
         tokens=tokens,
         rounds=rounds,
     )
+    title = "Copies of one request's chunks"
     with screen.progress("copying", Unit.ROUNDS) as on_round:
         try:
-            result = run_copy_bench(settings, on_round)
+            if not sweep:
+                result = run_copy_bench(settings, on_round)
+            else:
+                wanted = sweep_settings(settings)
+                results = []
+                for number, one in enumerate(wanted):
+                    results.append(run_copy_bench(one))
+                    on_round((number + 1) * rounds, len(wanted) * rounds)
         except CopyBenchError as error:
             raise CommandFailed(str(error)) from error
-    _show(screen, "Copies of one request's chunks", result)
+    if not sweep:
+        _show(screen, title, result)
+        return
+    screen.table(
+        f"{title}, over memcpy with as many threads ({settings.executor})",
+        ("threads", "page", "load", "store"),
+        [
+            (
+                str(one.threads),
+                size_text(one.page_bytes),
+                f"{one.load_ratio:.2f}",
+                f"{one.store_ratio:.2f}",
+            )
+            for one in results
+        ],
+    )
+    screen.result({"results": results})
 
 
 @app.command()

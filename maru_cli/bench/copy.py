@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,16 +35,30 @@ import numpy.typing as npt
 import torch
 
 from maru_kv_ops.cache_tensors import CacheTensor, paged_caches
+from maru_kv_ops.errors import ExecutorMissing
 from maru_kv_ops.executors import CopyMemory, Executor
+from maru_kv_ops.host_executor import HostExecutor, host_is_available
 from maru_kv_ops.layouts import CacheExtents, KVLayout, layout_strides
 from maru_kv_ops.plan import PagePlanner, TransferDirection
 from maru_kv_ops.torch_executor import TorchExecutor
 from maru_kv_ops.views import ObjectView, object_view_for
 
 EXECUTORS: dict[str, Callable[[int], Executor]] = {
+    "host": lambda threads: HostExecutor(threads=threads),
     "torch": lambda threads: TorchExecutor(threads=threads),
 }
-"""Executors that can be measured, by name; each is made from a number of threads."""
+"""Executors for host memory that can be measured, by name; each is made from a number of threads.
+Those of a GPU are measured by benchmarks/gpu_check.py."""
+
+SWEEP_THREADS = (1, 2)
+SWEEP_PAGE_KIB = (4, 16, 32, 256)
+"""Pages of one layer: a token of an 8B model, its blocks of 4, 8 and 64 tokens."""
+
+
+def default_executor() -> str:
+    """What the connector uses for a cache in host memory here."""
+    return "host" if host_is_available() else "torch"
+
 
 TMPFS = Path("/dev/shm")
 
@@ -64,7 +78,7 @@ class CopyBenchError(Exception):
 class CopyBenchSettings:
     """One request's KV and how it is copied. The defaults are an 8B model with GQA in bf16."""
 
-    executor: str = "torch"
+    executor: str = field(default_factory=default_executor)
     threads: int = 1
     layout: KVLayout = KVLayout.LBHNC
     block_size: int = 32
@@ -96,6 +110,11 @@ class CopyBenchSettings:
         """K and V of all layers and heads."""
         return self.layers * self.kv_heads * 2 * self.head_size * self.element_bytes
 
+    @property
+    def page_bytes(self) -> int:
+        """K and V of one layer and block."""
+        return self.bytes_per_token // self.layers * self.block_size
+
 
 @dataclass(frozen=True, slots=True)
 class CopyBenchResult:
@@ -105,6 +124,8 @@ class CopyBenchResult:
     threads: int
     layout: str
     block_size: int
+    page_bytes: int
+    """K and V of one layer and block."""
     tokens: int
     rounds: int
     num_bytes: int
@@ -140,6 +161,24 @@ def run_copy_bench(
     ):
         transfers.prove()
         return _measure(settings, transfers, copiers, on_round)
+
+
+def sweep_settings(base: CopyBenchSettings) -> list[CopyBenchSettings]:
+    """The same request in pages of every size of the sweep, with every number of threads.
+
+    Raises ``CopyBenchError`` where a token of ``base`` is longer than the smallest page.
+    """
+    token_bytes = base.page_bytes // base.block_size
+    if SWEEP_PAGE_KIB[0] * 1024 % token_bytes:
+        raise CopyBenchError(
+            f"a token has {token_bytes} bytes per layer, which does not divide pages of "
+            f"{SWEEP_PAGE_KIB[0]} KiB"
+        )
+    return [
+        replace(base, threads=threads, block_size=kib * 1024 // token_bytes)
+        for threads in SWEEP_THREADS
+        for kib in SWEEP_PAGE_KIB
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +218,7 @@ def _measure(
         threads=settings.threads,
         layout=settings.layout.name,
         block_size=settings.block_size,
+        page_bytes=settings.page_bytes,
         tokens=settings.tokens,
         rounds=settings.rounds,
         num_bytes=num_bytes,
@@ -262,7 +302,10 @@ class _Transfers:
             for first in range(0, settings.tokens // settings.block_size, blocks_per_chunk)
         ]
         self._memory = CopyMemory(self._caches.regions, self._pool)
-        self._executor = EXECUTORS[settings.executor](settings.threads)
+        try:
+            self._executor = EXECUTORS[settings.executor](settings.threads)
+        except ExecutorMissing as error:
+            raise CopyBenchError(str(error)) from None
 
     def close(self) -> None:
         """Stop the executor's threads; the memory goes with the object."""
