@@ -218,10 +218,10 @@ class BuildWhatWorks(build_ext):
         for option in ("build_lib", "build_temp", "force", "debug", "plat_name"):
             setattr(command, option, getattr(self, option))
         command.ensure_finalized()
-        command.inplace = self.inplace
+        command.inplace = False  # what comes of it is copied with the others
         command.extensions = [ext]
         with captured_output():
-            command.build_extensions()
+            command.run()
 
 
 class BuildRecordToo(build_py):
