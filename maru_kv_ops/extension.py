@@ -25,6 +25,7 @@ from maru_kv_ops.build_record import BUILD_STEP, BuildState, ExtensionRecord
 NAME = "_C"
 MODULE = f"maru_kv_ops.{NAME}"
 PUBLIC_NAMES = (
+    "CopyPath",
     "EngineKVFormat",
     "PageBufferShapeDesc",
     "TransferDirection",

@@ -154,14 +154,19 @@ def refresh(checkout: Path, revision: str, csrc: Path, record: Path) -> str:
     """Make the unit what ``revision`` of ``checkout`` holds, byte for byte, and record it.
 
     Bytes come from git's object store, never from the work tree. Files that the revision does not
-    have are removed. Returns what changed, for people. Raises ``VendorError`` before anything is
-    written; if writing itself fails half-way, ``verify`` fails until a refresh succeeds.
+    have are removed. Returns what changed since the last record, for people. Raises ``VendorError``
+    before anything is written; if writing itself fails half-way, ``verify`` fails until a refresh
+    succeeds.
     """
     before, _, after = _split(record)
+    _check_checkout(checkout, revision)
     unit = _unit_at(checkout, revision)
-    old = {path: (csrc / path).read_bytes() for path in hashes(csrc)}
+    present = hashes(csrc)
+    old = _recorded_unit(checkout, record)
+    if old is None:
+        old = {path: (csrc / path).read_bytes() for path in present}
 
-    for path in old.keys() - unit.keys():
+    for path in present.keys() - unit.keys():
         (csrc / path).unlink()
     for path, content in unit.items():
         (csrc / path).parent.mkdir(parents=True, exist_ok=True)
@@ -189,8 +194,8 @@ def _split(record: Path) -> tuple[str, str, str]:
     return before, inside, after
 
 
-def _unit_at(checkout: Path, revision: str) -> dict[str, bytes]:
-    """The unit's files at a revision, by path below ``csrc``."""
+def _check_checkout(checkout: Path, revision: str) -> None:
+    """That there is such a revision, and nothing in the work tree that it might be taken for."""
     if _FULL_REVISION.fullmatch(revision) is None:
         raise VendorError(f"revision '{revision}': give all 40 hexadecimal digits of a commit")
     if not checkout.is_dir():
@@ -207,6 +212,24 @@ def _unit_at(checkout: Path, revision: str) -> dict[str, bytes]:
             f"{checkout} has changes in {UNIT} that are not committed:\n"
             f"{os.fsdecode(changed).rstrip()}\nCommit them and name that revision, or drop them"
         )
+
+
+def _recorded_unit(checkout: Path, record: Path) -> dict[str, bytes] | None:
+    """The unit that the record speaks of, if this checkout knows it.
+
+    In the checkout where the kernels were changed the files are the new ones already.
+    """
+    try:
+        recorded = read_record(record)
+        unit = _unit_at(checkout, recorded.revision)
+    except VendorError:
+        return None
+    found = {path: hashlib.sha256(content).hexdigest() for path, content in unit.items()}
+    return unit if found == recorded.files else None
+
+
+def _unit_at(checkout: Path, revision: str) -> dict[str, bytes]:
+    """The unit's files at a revision, by path below ``csrc``."""
     unit = {}
     for entry in _git(checkout, "ls-tree", "-r", "-z", revision, "--", f"{UNIT}/").split(b"\0"):
         if not entry:

@@ -237,6 +237,28 @@ def test_a_refresh_to_the_same_revision_changes_nothing(unit: Unit, checkout: Ch
     assert unit.record.read_text() == before
 
 
+def test_a_refresh_where_the_kernels_were_changed_says_what_changed_since_the_last_record(
+    unit: Unit, checkout: Checkout
+) -> None:
+    """There the files are the new ones before the refresh."""
+    checkout.write({"copy.h": b"int move(long rows);\nstruct Copy { int rows; };\n"})
+    unit.csrc.joinpath("copy.h").write_bytes(checkout.csrc.joinpath("copy.h").read_bytes())
+    assert unit.refresh(checkout.root, checkout.commit()).splitlines() == [
+        f"file changed: {UNIT}/copy.h",
+        "entry point changed: move",
+        "  - int move(int rows)",
+        "  + int move(long rows)",
+    ]
+
+
+def test_a_refresh_from_a_checkout_without_the_recorded_revision_compares_with_the_files(
+    unit: Unit, tmp_path: Path
+) -> None:
+    other = Checkout(tmp_path / "other")
+    other.write({**FILES, "old.h": b"void old(int now);\n"})
+    assert unit.refresh(other.root, other.commit()).splitlines()[0] == f"file changed: {UNIT}/old.h"
+
+
 def _with_changes(checkout: Checkout) -> tuple[Path, str]:
     checkout.write({"copy.h": b"not committed"})
     return checkout.root, checkout.git("rev-parse", "HEAD")
