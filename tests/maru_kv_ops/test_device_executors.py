@@ -109,7 +109,8 @@ def test_without_the_extension_making_one_says_why_and_what_to_run(
 def test_a_plan_is_queued_with_the_addresses_and_the_device_of_its_memory(
     executor: Any, path: object, calls: list[tuple[object, ...]]
 ) -> None:
-    executor().run(PLAN, memory("cuda:1", "cuda:1"))
+    served = executor().run(PLAN, memory("cuda:1", "cuda:1"))
+    assert served.value == executor.name
     assert calls == [(PLAN, [1000, 2000], 9000, torch.device("cuda:1"), path)]
 
 
