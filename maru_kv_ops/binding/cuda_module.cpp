@@ -17,7 +17,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -25,6 +24,7 @@
 
 #include "../csrc/copy_engine.h"
 #include "../csrc/strided_copy_kernel.h"
+#include "debug_checks.h"
 #include "operations.h"
 #include "plan_argument.h"
 
@@ -135,10 +135,15 @@ cudaPointerAttributes attributes_of(int64_t address) {
 }
 
 // Refuses an address that a kernel on the device could not use as it is.
-maru::ObjectMemory check_address(const char* name, int64_t address) {
+maru::ObjectMemory check_address(const char* name, int64_t address, const Device& device) {
     const cudaPointerAttributes attributes = attributes_of(address);
     switch (attributes.type) {
     case cudaMemoryTypeDevice:
+        if (attributes.device != device.index)
+            throw std::invalid_argument(text(name, ": address ", address,
+                                             " lies on cuda:", attributes.device,
+                                             ", the cache on cuda:", int{device.index}));
+        return maru::ObjectMemory::kDevice;
     case cudaMemoryTypeManaged:
         return maru::ObjectMemory::kDevice;
     case cudaMemoryTypeHost:
@@ -154,54 +159,38 @@ maru::ObjectMemory check_address(const char* name, int64_t address) {
     }
 }
 
-void check_host_tensor(const char* name, const TensorArgument& tensor) {
+// Refuses a tensor of another device, and one in host memory that is not mapped into this one.
+void check_reach(const char* name, const TensorArgument& tensor, const Device& device) {
+    device.check_is_of(name, tensor);
     const int64_t elements = tensor.num_elements();
     if (tensor.device_type != "cpu" || elements == 0)
         return;
     int64_t last = 0;
     for (size_t i = 0; i < tensor.facts.sizes.size(); ++i)
         last += (tensor.facts.sizes[i] - 1) * tensor.facts.strides[i];
-    check_address(name, tensor.facts.address);
-    check_address(name, tensor.facts.address + last * tensor.facts.element_size);
+    check_address(name, tensor.facts.address, device);
+    check_address(name, tensor.facts.address + last * tensor.facts.element_size, device);
 }
 
 // ------------------------------------------------------------------------------------ operations
 
-bool debug_checks_are_on() {
-    const char* value = std::getenv("MARU_DEBUG_CHECKS");
-    return value != nullptr && std::string(value) == "1";
-}
-
-// Reads the ids back, which waits for the stream, and refuses those that the cache does not have
-// and those that a load names twice.
-void check_ids_on_the_host(const maru::TransferPlan& plan, const maru::NumberList& ids,
-                           cudaStream_t stream) {
+// Reads the ids back, which waits for the stream.
+std::vector<int64_t> ids_on_the_host(const maru::NumberList& ids, cudaStream_t stream) {
+    constexpr const char* kWhat = "reading ids for MARU_DEBUG_CHECKS";
     std::vector<int64_t> values(static_cast<size_t>(ids.count));
-    if (values.empty())
-        return;
     check(cudaMemcpyAsync(values.data(), ids.values, values.size() * sizeof(int64_t),
                           cudaMemcpyDefault, stream),
-          "reading ids for MARU_DEBUG_CHECKS");
-    check(cudaStreamSynchronize(stream), "reading ids for MARU_DEBUG_CHECKS");
-    maru::check_ids(plan, maru::NumberList{values.data(), ids.count});
-    if (plan.copies.front().direction != maru::TransferDirection::H2D)
-        return;
-    values.erase(values.begin(), values.begin() + plan.first_id);
-    std::sort(values.begin(), values.end());
-    const auto first = std::lower_bound(values.begin(), values.end(), int64_t{0});
-    const auto twice = std::adjacent_find(first, values.end());
-    if (twice != values.end())
-        throw std::invalid_argument(text(plan.id_name, " ", *twice,
-                                         " is named twice by one load, which would leave whichever "
-                                         "comes last; nothing was moved"));
+          kWhat);
+    check(cudaStreamSynchronize(stream), kWhat);
+    return values;
 }
 
 // Checks all object addresses, and says what they are.
-maru::ObjectMemory check_objects(const maru::StridedCopy& copy) {
+maru::ObjectMemory check_objects(const maru::StridedCopy& copy, const Device& device) {
     maru::ObjectMemory memory = maru::ObjectMemory::kDevice;
     const int64_t objects = (copy.num_items - 1) / copy.items_per_object + 1;
     for (int64_t i = 0; i < objects; ++i) {
-        if (check_address("objects", copy.objects[i]) == maru::ObjectMemory::kHost)
+        if (check_address("objects", copy.objects[i], device) == maru::ObjectMemory::kHost)
             memory = maru::ObjectMemory::kHost;
     }
     return memory;
@@ -223,14 +212,15 @@ void run_operation(const Operation& operation, const py::object& device_argument
     device = device.resolved();
     const c10::cuda::CUDAGuard guard(device.index);
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index).stream();
-    check_host_tensor("ids", operation.ids);
+    check_reach("ids", operation.ids, device);
     for (const TensorArgument& tensor : operation.memory)
-        check_host_tensor("memory", tensor);
+        check_reach("memory", tensor, device);
     std::vector<maru::ObjectMemory> objects;
     for (const maru::StridedCopy& copy : copies)
-        objects.push_back(copy.num_rows() == 0 ? maru::ObjectMemory::kDevice : check_objects(copy));
-    if (debug_checks_are_on())
-        check_ids_on_the_host(operation.plan, ids, stream);
+        objects.push_back(copy.num_rows() == 0 ? maru::ObjectMemory::kDevice
+                                               : check_objects(copy, device));
+    if (maru::binding::debug_checks_are_on())
+        maru::binding::debug_check_ids(operation.plan, ids_on_the_host(ids, stream));
     const int multiprocessors = device.multiprocessors();
     for (size_t i = 0; i < copies.size(); ++i)
         check(maru::launch_strided_copy(
@@ -284,8 +274,8 @@ void run_plan(const py::object& plan, const std::vector<int64_t>& region_address
                    stream);
         return;
     }
-    check_address("object memory", last_object);
-    launch_plan(argument, check_address("object memory", object_address), device, stream);
+    check_address("object memory", last_object, device);
+    launch_plan(argument, check_address("object memory", object_address, device), device, stream);
 }
 
 } // namespace

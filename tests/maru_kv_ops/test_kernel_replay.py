@@ -15,7 +15,7 @@ import importlib.util
 import random
 import subprocess
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_cases import Case as PagedCase
 from paged_cases import cases as paged_cases
-from transfer_calls import check
+from transfer_calls import Memory, check
 from transfer_cases import SHAPES, Call, Case, cases
 
 from maru_kv_ops.cache_tensors import paged_caches
@@ -51,21 +51,33 @@ WAYS = ("KERNEL", "OWN_NUMBERS", "BATCH", "RECTANGLES")
 D2H, H2D = TransferDirection.D2H, TransferDirection.H2D
 
 
+TOOLKITS = (12060, 12080, 13000)
+"""Without batches, with those of 12.8 and with those of 13.0, as CUDART_VERSION."""
+
+
+def fake_cuda(toolkit: int) -> list[str]:
+    engine = [HERE / "copy_engine_replay.cpp", PACKAGE / "csrc" / "copy_engine.cpp"]
+    options = [f"-DCUDART_VERSION={toolkit}", f"-I{HERE / 'fake_cuda'}"]
+    return [*options, *map(str, engine)]
+
+
 def _digest() -> str:
     digest = hashlib.sha256(" ".join([*OPTIONS, *PYTHON, *SANITIZERS]).encode())
     for folder in (HERE, PACKAGE / "csrc", PACKAGE / "binding"):
-        for path in sorted(folder.iterdir()):
-            digest.update(path.read_bytes())
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 @pytest.fixture(scope="session")
 def built(request: pytest.FixtureRequest) -> Path:
-    """Both programs, compiled once for these sources: they take most of the time of these tests."""
+    """The programs, compiled once for these sources: this takes most of the time of these tests."""
     folder = request.config.cache.mkdir(f"kernel-replay-{_digest()}")
     wanted: list[tuple[Path, list[str]]] = [
         (folder / f"kernel_replay{SUFFIX}", [*PYTHON, str(HERE / "replay_module.cpp")]),
         (folder / "sanitized_replay", [*SANITIZERS, str(HERE / "sanitized_replay.cpp")]),
+        *((folder / f"copy_engine_replay_{toolkit}", fake_cuda(toolkit)) for toolkit in TOOLKITS),
     ]
 
     def compile_one(target: Path, arguments: Iterable[str]) -> None:
@@ -267,6 +279,86 @@ def test_pieces_that_continue_each_other_are_one_and_equal_distances_one_call(re
     assert calls([0, pitch, 2 * pitch], [0, 8, 16]) == (3, 1)
     assert calls([0, pitch + 1, 2 * pitch + 2], [0, 8, 16]) == (3, 3)  # more than CUDA takes
     assert calls([0, 8, 32, 40], [0, 8, 32, 40]) == (2, 1)  # joined first, then alike
+
+
+def test_debug_checks_refuse_ids_that_are_not_there_and_loads_that_name_one_twice(
+    replay: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(replay, "KERNEL")
+    twice = replace(ONE_TOKEN_A_ROW, ids=(3, -1, 9, 3, -1), direction=H2D)
+    beyond = replace(ONE_TOKEN_A_ROW, ids=(3, 16))
+
+    with pytest.raises(RuntimeError, match="written twice"):  # by this replay, not by the checks
+        Memory(twice).call(replay)
+    monkeypatch.setenv("MARU_DEBUG_CHECKS", "1")
+    with pytest.raises(ValueError, match="slot 3 is named twice"):
+        Memory(twice).call(replay)
+    with pytest.raises(ValueError, match="slot 16 at position 1"):
+        Memory(beyond).call(replay)
+    check(replace(twice, direction=D2H), replay)  # read twice
+    check(replace(twice, skip=1), replay)  # what is left out is not named
+
+
+# ---------------------------------------------------------------------------- copy engines
+
+PLAIN = ["rectangle of 3 x 8", "copy of 8"]
+IN_ANY_ORDER, IN_STREAM_ORDER = ["batch of 4, order 3, flags 1"], ["batch of 4, order 1, flags 1"]
+
+
+@pytest.fixture(scope="session")
+def engine(built: Path) -> Callable[..., list[str]]:
+    """Run four pieces through copy_engine.cpp; what the runtime was called for."""
+
+    def run(
+        toolkit: int = 13000,
+        runtime: int = 13000,
+        driver: int = 13000,
+        stream: int = 7,
+        host: str = "pinned",
+        way: str = "load",
+        sources: Iterable[int] = (0, 100, 200, 50),
+    ) -> list[str]:
+        program = built / f"copy_engine_replay_{toolkit}"
+        asked = [runtime, driver, stream, host, way, *sources]
+        done = subprocess.run(
+            [program, *map(str, asked)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize("toolkit", [12080, 13000])
+def test_loads_may_read_objects_at_any_time_and_stores_read_pages_in_stream_order(
+    engine: Callable[..., list[str]], toolkit: int
+) -> None:
+    assert engine(toolkit=toolkit, way="load") == IN_ANY_ORDER
+    assert engine(toolkit=toolkit, way="store") == IN_STREAM_ORDER
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        {"toolkit": 12060},
+        {"runtime": 12060},
+        {"driver": 12060},
+        {"stream": 0},
+        {"stream": 1},
+        {"host": "pageable"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", ["load", "store"])
+def test_where_batches_cannot_be_had_the_same_bytes_move_in_single_calls(
+    engine: Callable[..., list[str]], lacking: dict[str, int | str], way: str
+) -> None:
+    assert engine(way=way, **lacking) == PLAIN
+
+
+def test_one_piece_is_no_batch_and_nothing_is_no_call(engine: Callable[..., list[str]]) -> None:
+    assert engine(sources=[16, 24, 32]) == ["copy of 24"]
+    assert engine(sources=[]) == []
 
 
 # ---------------------------------------------------------------------------- launches

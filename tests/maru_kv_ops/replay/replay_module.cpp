@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../../../maru_kv_ops/binding/debug_checks.h"
 #include "../../../maru_kv_ops/binding/operations.h"
 #include "../../../maru_kv_ops/binding/plan_argument.h"
 #include "replay.h"
@@ -24,8 +25,10 @@ class AnyReach : public maru::binding::Reach {
 };
 
 void run_operation(const maru::binding::Operation& operation, const py::object&) {
-    maru::check_ids(operation.plan, {reinterpret_cast<const int64_t*>(operation.ids.facts.address),
-                                     operation.ids.num_elements()});
+    const auto* first = reinterpret_cast<const int64_t*>(operation.ids.facts.address);
+    const int64_t count = operation.ids.num_elements();
+    if (maru::binding::debug_checks_are_on())
+        maru::binding::debug_check_ids(operation.plan, {first, first + count});
     last = replay::run(operation.plan.copies, way, max_blocks);
 }
 
