@@ -205,11 +205,6 @@ class BuildWhatWorks(build_ext):
         self.records[name] = ExtensionRecord(
             BuildState.FAILED, f"it does not compile: {reason}. {RETRY}"
         )
-        for built in (
-            Path(self.get_ext_fullpath(ext.name)),
-            *HERE.glob(f"maru_kv_ops/{name}.*.so"),
-        ):
-            built.unlink(missing_ok=True)  # nothing of an earlier build may pass for this one
 
     def _build_with_torch(self, ext: Extension) -> None:
         from torch.utils.cpp_extension import BuildExtension
@@ -231,25 +226,29 @@ class BuildRecordToo(build_py):
         """Build, and say what is skipped; ``build_ext`` comes later and overwrites the record."""
         super().run()
         into_source = bool(getattr(self, "editable_mode", False))
-        folders = write_record(PLANNED.skipped, self.build_lib, into_source)
+        write_record(PLANNED.skipped, self.build_lib, into_source)
         for name, record in PLANNED.skipped.items():
             say(f"maru_kv_ops.{name} OFF: {record.reason}")
-            for folder in folders:
-                for old in folder.glob(f"{name}.*.so"):
-                    old.unlink()  # of an earlier build, perhaps for another torch
 
 
 def write_record(
     records: dict[str, ExtensionRecord], build_lib: str | None, into_source: bool
-) -> list[Path]:
-    """Write it where the package will be read from: the wheel's folder, or the checkout. Which."""
+) -> None:
+    """Write it where the package will be read from: the wheel's folder, or the checkout.
+
+    What the record calls not built is not there either: a module of an earlier build, perhaps for
+    another torch, must not pass for one of this.
+    """
     folders = [] if build_lib is None else [Path(build_lib) / "maru_kv_ops"]
     if into_source:
         folders.append(HERE / "maru_kv_ops")
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         build_record.write(records, folder / build_record.RECORD.name)
-    return folders
+        for name, record in records.items():
+            if record.state is not BuildState.BUILT:
+                for old in folder.glob(f"{name}.*.so"):
+                    old.unlink()
 
 
 PLANNED: Planned
