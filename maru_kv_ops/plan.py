@@ -271,6 +271,20 @@ def plan_pages(
     return PagePlanner(layers, object_view).plan(object_view, first_block, block_ids, direction)
 
 
+def join_plans(plans: Sequence[CopyPlan]) -> CopyPlan:
+    """One plan for several chunks, so that an executor can share the whole among threads.
+
+    The caller sees to it that no byte is named twice.
+    """
+    return CopyPlan(
+        direction=plans[0].direction,
+        copies=tuple(copy for plan in plans for copy in plan.copies),
+        region_ends=plans[0].region_ends,
+        object_end=max(plan.object_end for plan in plans),
+        num_bytes=sum(plan.num_bytes for plan in plans),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _BlockSpan:
     """``length`` consecutive block ids at consecutive positions of the chunk."""

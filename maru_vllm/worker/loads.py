@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from maru_kv_ops.executors import CopyMemory, CopyPath, Executor
-from maru_kv_ops.plan import CopyPlan, TransferDirection
+from maru_kv_ops.plan import TransferDirection, join_plans
 from maru_shm.pool import reading
 from maru_shm.pool.pool import Pool
 from maru_shm.pool.reading import Verdict, Verify
@@ -68,20 +68,6 @@ def run_load(job: LoadJob, mapped: MappedPool, context: CopyContext, mark: Mark)
             if outcome is JobOutcome.SUSPECT
         ),
         path=path,
-    )
-
-
-def join_plans(plans: list[CopyPlan]) -> CopyPlan:
-    """One plan for all chunks of a job, so that an executor can share the whole among threads.
-
-    Chunks of one job go to different blocks, so no byte is named twice.
-    """
-    return CopyPlan(
-        direction=plans[0].direction,
-        copies=tuple(copy for plan in plans for copy in plan.copies),
-        region_ends=plans[0].region_ends,
-        object_end=max(plan.object_end for plan in plans),
-        num_bytes=sum(plan.num_bytes for plan in plans),
     )
 
 
