@@ -35,6 +35,11 @@ class LayerRows:
     """Rows, and slots, of one manager block in each plane."""
     row_bytes: int
 
+    @property
+    def opaque_pages(self) -> bool:
+        """Whether a row is a whole page."""
+        return self.rows_per_block == 1 and self.format is EngineKVFormat.NL_X_NB_BS_HS
+
     def slots_of(self, block_ids: Sequence[int]) -> list[int]:
         """The slots of whole blocks, in the order of the staging tensor's rows."""
         return [
@@ -139,9 +144,8 @@ def _staged_view(view: PagedView, rows: LayerRows, num_blocks: int) -> PagedView
     plane = ONE
     if rows.planes == 2:
         plane = Axis(2, num_blocks * block_bytes)
-    opaque = rows.rows_per_block == 1 and rows.row_bytes == view.page_bytes
     piece, head, token = view.piece, view.head, view.token
-    if not opaque:
+    if not rows.opaque_pages:
         token = Axis(view.token.extent, rows.row_bytes)
         piece = Axis(view.piece.extent, view.token.extent * rows.row_bytes)
         head = Axis(view.head.extent, view.run_bytes)

@@ -7,6 +7,7 @@ that is not there is no such reason: the engine starts, misses, and finds the se
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,11 +26,12 @@ from maru_vllm.placement import executor_for
 from maru_vllm.scheduler.half import SchedulerHalf
 from maru_vllm.scheduler.keys import ChainWhenKnown
 from maru_vllm.scheduler.shape import ChunkShape
-from maru_vllm.settings import Settings
+from maru_vllm.settings import LoadMode, Settings
 from maru_vllm.support import check_supported
 from maru_vllm.worker import calibration
 from maru_vllm.worker.copy_runner import ThreadCopyRunner, default_copy_threads
 from maru_vllm.worker.half import WorkerHalf
+from maru_vllm.worker.layer_loads import LoadsWithinStep
 from maru_vllm.worker.mapping import mapping_for
 
 if TYPE_CHECKING:
@@ -119,7 +121,20 @@ def worker_half(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Work
         ),
         mapping=mapping_for(device),
         job_log_level=logging.INFO if plan.settings.log_timing else logging.DEBUG,
+        within_step=loads_within_step(plan.settings),
     )
+
+
+def loads_within_step(settings: Settings) -> LoadsWithinStep | None:
+    """How loads run that the step itself needs; None where they run between steps."""
+    match settings.load_mode:
+        case LoadMode.BETWEEN_STEPS:
+            return None
+        case LoadMode.LAYER_BY_LAYER:
+            first = settings.overlap_release_after_layers
+        case LoadMode.BEFORE_FORWARD:
+            first = sys.maxsize
+    return LoadsWithinStep(first, _resolve_kv_ops().operations_for)
 
 
 def _connect(settings: Settings) -> Client:

@@ -25,6 +25,7 @@ from maru_vllm import assembly, compat, logs
 from maru_vllm.kv_ops import _resolve_kv_ops
 from maru_vllm.metadata import MaruConnectorMetadata
 from maru_vllm.scheduler.half import SchedulerHalf
+from maru_vllm.settings import LoadMode, Settings
 from maru_vllm.stats import MaruPromMetrics, MaruStats
 from maru_vllm.worker.half import WorkerHalf
 
@@ -112,8 +113,8 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """The layer hooks do nothing, so full CUDA graphs lose nothing."""
-        return False
+        """True exactly where the layer hooks do work, which a full CUDA graph would skip (B20)."""
+        return Settings.from_extra_config(extra_config).load_mode is LoadMode.LAYER_BY_LAYER
 
     @classmethod
     def build_kv_connector_stats(
@@ -206,7 +207,8 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.start_load_kv(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads run between steps."""
+        """Waits where loads run ahead of each layer; otherwise there is nothing to wait for."""
+        self._worker.wait_for_layer_load(layer_name)
 
     def save_kv_layer(
         self,
@@ -229,6 +231,10 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             finished_recving=set(reports.finished_recving),
             failed_recving=set(reports.failed_recving),
         )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that this step counted on and that were not loaded; there is one group."""
+        return self._worker.invalid_block_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """The job reports of this step."""

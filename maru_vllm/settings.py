@@ -53,6 +53,18 @@ class TransferMode(Enum):
 
 
 @unique
+class LoadMode(Enum):
+    """When a hit is loaded, as ``async_load`` and ``overlap_load_with_compute`` say together."""
+
+    BETWEEN_STEPS = "between steps"
+    """The request waits, the engine does not."""
+    LAYER_BY_LAYER = "layer by layer"
+    """Into the step that uses it, each layer ahead of its forward."""
+    BEFORE_FORWARD = "before the forward"
+    """Into the step that uses it, all layers before it starts."""
+
+
+@unique
 class Verify(Enum):
     """What a load checks beside the object's header before and after the copy."""
 
@@ -266,6 +278,13 @@ class Settings:
     log_timing: bool = field(
         default=False, metadata=_row(_flag, "true, false", "per-phase timings in the log")
     )
+
+    @property
+    def load_mode(self) -> LoadMode:
+        """When hits are loaded."""
+        if self.overlap_load_with_compute:
+            return LoadMode.LAYER_BY_LAYER
+        return LoadMode.BETWEEN_STEPS if self.async_load else LoadMode.BEFORE_FORWARD
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any] | None) -> Settings:

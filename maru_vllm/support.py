@@ -27,13 +27,6 @@ def check_supported(vllm_config: VllmConfig, settings: Settings) -> None:
 
 
 def _of_settings(settings: Settings) -> Iterator[str]:
-    if settings.overlap_load_with_compute:
-        yield (
-            "maru_overlap_load_with_compute is true, but loading layer by layer is not built yet; "
-            "leave it false"
-        )
-    if not settings.async_load:
-        yield "maru_async_load is false, but only loads between steps are built yet; leave it true"
     if not settings.async_store:
         yield (
             "maru_async_store is false, but only stores behind the step are built yet; leave it "

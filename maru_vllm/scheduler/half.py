@@ -41,6 +41,7 @@ from maru_vllm.scheduler.ports import BlockTable, ChunkKeys, Clock, SchedulerSet
 from maru_vllm.scheduler.requests import Event, LoadPolicy, Phase, RequestState, StorePolicy
 from maru_vllm.scheduler.shape import ChunkShape
 from maru_vllm.scheduler.stores import Offer, Stores
+from maru_vllm.settings import LoadMode
 from maru_vllm.stats import Counter, MaruStats
 
 if TYPE_CHECKING:
@@ -137,8 +138,8 @@ class SchedulerHalf:
             None,
         )
         if begun is None and num_external_tokens > 0:
-            # The engine waits for a load that could not be built: one that fails ends the wait.
-            self._loads.begin_failing(request.request_id)
+            # The engine counts on a load that could not be built: one that fails says so.
+            self._loads.begin_failing(request.request_id, blocks.get_block_ids()[0])
 
     def build_step_metadata(self, scheduler_output: SchedulerOutput) -> MaruConnectorMetadata:
         """``build_connector_meta``: everything the workers have to do in this step."""
@@ -287,13 +288,14 @@ class SchedulerHalf:
 
     def _hit(self, request: Request, grant: Grant, num_computed_tokens: int) -> Hit:
         found = min(len(grant.extents) * self._shape.chunk_tokens, request.num_tokens)
-        if not self._settings.async_load:
+        between_steps = self._settings.load_mode is LoadMode.BETWEEN_STEPS
+        if not between_steps:
             # A step that loads synchronously must itself compute the last token.
             found = min(found, request.num_tokens - 1)
         found -= found % self._shape.block_size
         if found <= num_computed_tokens:
             return NO_HIT
-        return Hit(found - num_computed_tokens, self._settings.async_load)
+        return Hit(found - num_computed_tokens, between_steps)
 
     def _allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
         state = self._requests.get(request.request_id)
@@ -306,7 +308,7 @@ class SchedulerHalf:
             raise LookupError(
                 f"{num_external_tokens} tokens allocated for {request.request_id}, but no lease"
             )
-        if self._settings.async_load:
+        if self._settings.load_mode is LoadMode.BETWEEN_STEPS:
             state.advance(Event.LOAD_BEGAN)
         first = state.asked_local_tokens
         (block_ids,) = blocks.get_block_ids()

@@ -147,8 +147,8 @@ class Loads:
         self._loads[load.job_id] = load
         self._queued.append(LoadJob(load.job_id, request_id, copies))
 
-    def begin_failing(self, request_id: str) -> None:
-        """The engine waits for this request although nothing can be loaded: let it recompute."""
+    def begin_failing(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """The engine counts on a load that cannot be made: let it recompute ``block_ids``."""
         now = self._clock()
         load = _Load(
             job_id=next(self._job_ids),
@@ -161,7 +161,7 @@ class Loads:
             ranks_left=self._shape.num_ranks,
         )
         self._loads[load.job_id] = load
-        copy = ChunkCopy(UNLOADABLE, GROUP, 0, ())
+        copy = ChunkCopy(UNLOADABLE, GROUP, 0, tuple(block_ids))
         self._queued.append(LoadJob(load.job_id, request_id, (copy,)))
 
     def take_jobs(self) -> tuple[LoadJob, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from maru_shm.types import Key, Namespace
+from maru_vllm.settings import LoadMode
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -37,8 +38,8 @@ class SchedulerSettings(Protocol):
     """The rows of docs/settings.md that concern the scheduler half."""
 
     @property
-    def async_load(self) -> bool:
-        """Load between steps."""
+    def load_mode(self) -> LoadMode:
+        """When hits are loaded."""
 
     @property
     def store_decode(self) -> bool:

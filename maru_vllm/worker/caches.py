@@ -10,7 +10,7 @@ import torch
 from maru_kv_ops.cache_tensors import CacheTensor, paged_caches
 from maru_kv_ops.errors import ViewError
 from maru_kv_ops.plan import CopyPlan, PagePlanner, TransferDirection
-from maru_kv_ops.views import ObjectView, object_view_for
+from maru_kv_ops.views import ObjectView, PagedView, object_view_for
 from maru_vllm.layout import ChunkLayout, LayerPage, LayoutRefused
 
 
@@ -20,6 +20,10 @@ class RegisteredCaches:
 
     regions: tuple[torch.Tensor, ...]
     """Flat uint8 tensors over the caches' storages; they keep the memory alive."""
+    tensors: tuple[torch.Tensor, ...]
+    """The engine's tensors, in the order of the stored layers."""
+    views: tuple[PagedView, ...]
+    """One for each of them."""
     planner: PagePlanner
     part_layout: ObjectView
     """One part of an object, at offset 0."""
@@ -67,6 +71,8 @@ def register_caches(layout: ChunkLayout, kv_caches: Mapping[str, torch.Tensor]) 
         )
     return RegisteredCaches(
         regions=caches.regions,
+        tensors=tuple(tensors),
+        views=caches.views,
         planner=planner,
         part_layout=part_layout,
         device=tensors[0].device,

@@ -4,13 +4,16 @@ One object per worker process, called by the worker's one thread in this order e
 
     handle_preemptions    finish the stores whose source blocks this step overwrites
     start_load_kv         submit this step's loads
+    wait_for_layer_load   only where loads run ahead of each layer (``layer_loads``)
     wait_for_save         submit this step's stores, behind its forward
     transfer_results      what has finished; taken once per step
+    invalid_block_ids     blocks that this step counted on and that were not loaded
     worker_meta           the same for the scheduler half
 
-Copies run beside it (``CopyRunner``). Nothing here waits except ``handle_preemptions`` and
-``shutdown``, both bounded. Nothing raises into the engine except ``register_kv_caches``, which runs
-once at start-up and must refuse a cache that it does not understand.
+Copies run beside it (``CopyRunner``). Nothing here waits except ``handle_preemptions``,
+``shutdown`` and loads that the step itself needs, all bounded. Nothing raises into the engine
+except ``register_kv_caches``, which runs once at start-up and must refuse a cache that it does not
+understand.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from maru_kv_ops.executors import Executor
+from maru_kv_ops.executors import CopyPath, Executor
 from maru_shm.pool.reading import Verify
 from maru_vllm.layout import ChunkLayout
 from maru_vllm.metadata import (
@@ -37,6 +40,7 @@ from maru_vllm.worker.caches import register_caches
 from maru_vllm.worker.copy_runner import CopyKind, CopyResult, CopyRunner, CopyTask
 from maru_vllm.worker.device_order import DeviceOrder, Mark, order_for
 from maru_vllm.worker.jobs import JobBook, Reports
+from maru_vllm.worker.layer_loads import LayerLoads, LoadedJob, LoadsWithinStep, layer_places
 from maru_vllm.worker.loads import CopyContext, run_load
 from maru_vllm.worker.mapping import MappedPool, PoolMapping
 from maru_vllm.worker.stores import run_store
@@ -63,9 +67,11 @@ class WorkerHalf:
         executor: Executor,
         mapping: PoolMapping,
         job_log_level: int = logging.DEBUG,
+        within_step: LoadsWithinStep | None = None,
     ) -> None:
         """``rank``: this worker's tensor-parallel rank. Owns runner, executor and mapping.
 
+        ``within_step``: None where loads run between steps.
         ``job_log_level``: each job's end is logged with its duration at this level.
         """
         self._layout = layout
@@ -80,6 +86,11 @@ class WorkerHalf:
         self._context: CopyContext | None = None
         self._order: DeviceOrder | None = None
         self._in_use: dict[tuple[CopyKind, int], MappedPool] = {}
+        self._within_step = within_step
+        self._layer_loads: LayerLoads | None = None
+        self._awaited: dict[int, LoadJob] = {}
+        """Jobs that this step counts on and that are not known to be done."""
+        self._invalid_block_ids: set[int] = set()
         self._load_reports: tuple[LoadReport, ...] = ()
         self._store_reports: tuple[StoreReport, ...] = ()
         self._populated_bytes = 0
@@ -99,6 +110,14 @@ class WorkerHalf:
             executor=self._executor,
             verify=self._verify,
         )
+        if self._within_step is not None:
+            self._layer_loads = LayerLoads(
+                context=self._context,
+                order=self._order,
+                places=layer_places(self._context),
+                operations=self._within_step.operations_for(caches.device),
+                release_after=self._within_step.release_after_layers,
+            )
 
     def handle_preemptions(self, metadata: MaruConnectorMetadata) -> None:
         """Return when no store reads the blocks of ``flush_stores`` any more.
@@ -120,7 +139,14 @@ class WorkerHalf:
                 )
 
     def start_load_kv(self, metadata: MaruConnectorMetadata) -> None:
-        """Submit this step's loads."""
+        """Submit this step's loads; those that the step itself needs begin at once."""
+        if self._within_step is not None:
+            self._awaited = {job.job_id: job for job in metadata.loads}
+            with self._once.guard("start_load_kv"):
+                mapped = self._mapping.get(metadata.pool)
+                if metadata.loads and self._layer_loads is not None:
+                    self._layer_loads.begin(metadata.loads, mapped)
+            return
         with self._once.guard("start_load_kv"):
             if not metadata.loads:
                 # Map before the first job, so that populating is done when it comes.
@@ -131,8 +157,15 @@ class WorkerHalf:
                 if self._book.begin_load(job):
                     self._submit(job.job_id, CopyKind.LOAD, mapped, _load_of(job))
 
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return when this layer's loads are in place or have failed; bounded."""
+        if self._layer_loads is not None:
+            with self._once.guard("wait_for_layer_load"):
+                self._layer_loads.wait_for(layer_name)
+
     def wait_for_save(self, metadata: MaruConnectorMetadata) -> None:
         """Submit this step's stores; its forward has been submitted before."""
+        self._end_awaited_loads()
         with self._once.guard("wait_for_save"):
             mapped = self._mapping.get(metadata.pool) if metadata.stores else None
             for job in metadata.stores:
@@ -149,6 +182,11 @@ class WorkerHalf:
             self._load_reports += reports.loads
             self._store_reports += reports.stores
         return reports
+
+    def invalid_block_ids(self) -> set[int]:
+        """Blocks that this step counted on and that hold nothing of use; taken once per step."""
+        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
+        return invalid
 
     def worker_meta(self) -> MaruWorkerMetadata | None:
         """What the scheduler half is to know of this step; None if that is nothing new."""
@@ -167,6 +205,8 @@ class WorkerHalf:
         with self._once.guard("shutdown"):
             finished = self._runner.close(SHUTDOWN_DEADLINE_S)
             self._take_results()
+            if self._layer_loads is not None:
+                self._layer_loads.close(SHUTDOWN_DEADLINE_S)
             self._mapping.close()
             if finished:
                 self._executor.close()
@@ -206,6 +246,33 @@ class WorkerHalf:
         mapped.begin_job()
         self._in_use[kind, job_id] = mapped
 
+    def _end_awaited_loads(self) -> None:
+        """What became of this step's own loads. A job of which nothing good is known has failed."""
+        if self._layer_loads is not None:
+            with self._once.guard("finish layer loads"):
+                for ended in self._layer_loads.finish():
+                    if self._awaited.pop(ended.job.job_id, None) is None:
+                        continue
+                    self._note_path(CopyKind.LOAD, ended.path)
+                    self._report_load(ended)
+        for job in self._awaited.values():
+            self._report_load(LoadedJob(job, JobOutcome.FAILED))
+        self._awaited = {}
+
+    def _report_load(self, ended: LoadedJob) -> None:
+        if ended.outcome is not JobOutcome.DONE:
+            self._invalid_block_ids |= ended.block_ids()
+        report = LoadReport(
+            ended.job.job_id, ended.outcome, ended.suspect_generations, path=ended.path
+        )
+        self._load_reports = (*self._load_reports, report)
+
+    def _note_path(self, kind: CopyKind, path: CopyPath | None) -> None:
+        if path is not None:
+            self._once.say(
+                f"{kind.name} by {path}", "Maru: %ss go through: %s", kind.name.lower(), path
+            )
+
     def _take_results(self) -> None:
         for result in self._runner.poll():
             logger.log(
@@ -216,13 +283,7 @@ class WorkerHalf:
                 result.outcome.name.lower(),
                 result.seconds * 1e3,
             )
-            if result.path is not None:
-                self._once.say(
-                    f"{result.kind.name} by {result.path}",
-                    "Maru: %ss go through: %s",
-                    result.kind.name.lower(),
-                    result.path,
-                )
+            self._note_path(result.kind, result.path)
             self._book.finish(result)
             mapped = self._in_use.pop((result.kind, result.job_id), None)
             if mapped is not None:

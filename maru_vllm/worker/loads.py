@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from maru_kv_ops.executors import CopyMemory, CopyPath, Executor
@@ -41,7 +42,7 @@ def run_load(job: LoadJob, mapped: MappedPool, context: CopyContext, mark: Mark)
     next request for them must not fail again.
     """
     path: CopyPath | None = None
-    found = [_before(mapped.pool, chunk, context) for chunk in job.chunks]
+    found = [check_before(mapped.pool, chunk, context) for chunk in job.chunks]
     if all(outcome is JobOutcome.DONE for outcome in found):
         plans = [
             context.caches.plan(
@@ -57,11 +58,11 @@ def run_load(job: LoadJob, mapped: MappedPool, context: CopyContext, mark: Mark)
                 path = context.executor.run(
                     join_plans(plans), CopyMemory(context.caches.regions, mapped.objects)
                 )
-        found = [_after(mapped.pool, chunk, context) for chunk in job.chunks]
+        found = [check_after(mapped.pool, chunk, context) for chunk in job.chunks]
     return CopyResult(
         job_id=job.job_id,
         kind=CopyKind.LOAD,
-        outcome=max(found, key=_SEVERITY.index, default=JobOutcome.DONE),
+        outcome=worst(found),
         suspect_generations=tuple(
             int(chunk.extent.generation)
             for chunk, outcome in zip(job.chunks, found, strict=True)
@@ -71,14 +72,21 @@ def run_load(job: LoadJob, mapped: MappedPool, context: CopyContext, mark: Mark)
     )
 
 
-def _before(pool: Pool, chunk: ChunkCopy, context: CopyContext) -> JobOutcome:
+def worst(found: Sequence[JobOutcome]) -> JobOutcome:
+    """A job of several chunks ends as the worst of them; DONE if there is none."""
+    return max(found, key=_SEVERITY.index, default=JobOutcome.DONE)
+
+
+def check_before(pool: Pool, chunk: ChunkCopy, context: CopyContext) -> JobOutcome:
+    """Whether the object may be read: DONE, or how the load ends."""
     if chunk.extent.length != context.layout.object_bytes:
         # Not an object of this engine; the scheduler half also asks so for loads that must fail.
         return JobOutcome.FAILED
     return _OUTCOME[reading.begin_read(pool, chunk.extent)]
 
 
-def _after(pool: Pool, chunk: ChunkCopy, context: CopyContext) -> JobOutcome:
+def check_after(pool: Pool, chunk: ChunkCopy, context: CopyContext) -> JobOutcome:
+    """Whether what was copied is what was stored, the copy being complete."""
     matches = True
     if context.verify is not Verify.HEADER:
         if reading.check(pool, chunk.extent) is not Verdict.OK:
@@ -99,4 +107,3 @@ _OUTCOME = {
 }
 
 _SEVERITY = (JobOutcome.DONE, JobOutcome.STALE, JobOutcome.FAILED, JobOutcome.SUSPECT)
-"""A job of several chunks ends as the worst of them."""

@@ -54,7 +54,7 @@ def test_both_halves_derive_the_same_sizes() -> None:
     [
         ({"maru_pol_size": 1}, SettingsError, "maru_pool_size"),
         ({"maru_kv_chunk_tokens": 100}, SettingsError, "multiple of"),
-        ({"maru_async_load": False}, NotSupported, "maru_async_load"),
+        ({"maru_async_store": False}, NotSupported, "maru_async_store"),
     ],
 )
 def test_bad_settings_stop_the_engines_start_and_are_named(

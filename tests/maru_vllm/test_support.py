@@ -29,8 +29,6 @@ def test_the_default_settings_are_served() -> None:
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        (Settings(overlap_load_with_compute=True), "maru_overlap_load_with_compute"),
-        (Settings(async_load=False), "maru_async_load"),
         (Settings(async_store=False), "maru_async_store"),
         (Settings(kv_payload=KVPayload.TOKENS), "maru_kv_payload"),
         (Settings(transfer_mode=TransferMode.SERVER_DRIVEN), "maru_transfer_mode"),
@@ -74,6 +72,6 @@ def test_a_producer_is_told_to_be_both() -> None:
 
 def test_all_reasons_are_named_at_once() -> None:
     with pytest.raises(NotSupported) as refusal:
-        check_supported(engine(pipeline_parallel_size=2), Settings(async_load=False))
-    assert "maru_async_load" in str(refusal.value)
+        check_supported(engine(pipeline_parallel_size=2), Settings(async_store=False))
+    assert "maru_async_store" in str(refusal.value)
     assert "--pipeline-parallel-size" in str(refusal.value)

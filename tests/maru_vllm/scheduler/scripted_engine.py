@@ -43,6 +43,7 @@ from maru_vllm.metadata import (
 )
 from maru_vllm.scheduler.half import SchedulerHalf
 from maru_vllm.scheduler.shape import ChunkShape
+from maru_vllm.settings import LoadMode
 
 NAMESPACE = Namespace(b"n" * 32)
 SHAPE = ChunkShape(chunk_tokens=8, block_size=4, object_bytes=1024, num_parts=1, num_ranks=1)
@@ -207,7 +208,7 @@ class RequestKeysOf:
 
 @dataclass
 class Settings:
-    async_load: bool = True
+    load_mode: LoadMode = LoadMode.BETWEEN_STEPS
     store_decode: bool = True
     lookup_timeout_ms: float = 20.0
     log_timing: bool = False

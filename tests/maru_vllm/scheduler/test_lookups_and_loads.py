@@ -9,6 +9,7 @@ from maru_shm.control.errors import Unreachable
 from maru_shm.control.messages import LeaseGrant
 from maru_vllm.metadata import JobOutcome, LoadReport
 from maru_vllm.scheduler.loads import BlocksMismatch, chunk_copies
+from maru_vllm.settings import LoadMode
 
 
 def test_a_lookup_starts_when_the_request_arrives_and_asks_for_its_full_chunks(engine):
@@ -47,7 +48,7 @@ def test_b30_a_prompt_of_exactly_n_chunks_hits_in_full(engine):
 
 
 def test_b30_a_synchronous_full_hit_leaves_the_last_block_to_compute():
-    engine = Engine(settings=Settings(async_load=False))
+    engine = Engine(settings=Settings(load_mode=LoadMode.LAYER_BY_LAYER))
     engine.plane.found = 2
     request = engine.request("a", 16)
     assert engine.half.matched_tokens(request, 0) == (12, False)

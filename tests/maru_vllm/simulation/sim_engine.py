@@ -58,6 +58,7 @@ from maru_vllm.layout import ChunkLayout, chunk_layout
 from maru_vllm.metadata import MaruConnectorMetadata, PoolRef
 from maru_vllm.scheduler.half import SchedulerHalf
 from maru_vllm.scheduler.keys import ChainWhenKnown
+from maru_vllm.settings import LoadMode
 from maru_vllm.stats import Counter, MaruStats
 from maru_vllm.worker.half import WorkerHalf
 from maru_vllm.worker.mapping import MappedPool, PoolMapping
@@ -70,7 +71,7 @@ MAX_MODEL_LEN = 256
 class Settings:
     """What the scheduler half reads of the operator's settings."""
 
-    async_load: bool = True
+    load_mode: LoadMode = LoadMode.BETWEEN_STEPS
     store_decode: bool = True
     lookup_timeout_ms: float = 20.0
     log_timing: bool = False
