@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from maru_kv_ops.errors import MemoryMismatch
 from maru_kv_ops.plan import CopyPlan
+
+if TYPE_CHECKING:  # a host without torch names paths too: `maru doctor` prints placement tables
+    import torch
 
 
 class CopyPath(StrEnum):
@@ -42,6 +43,8 @@ class CopyMemory:
 
         Raises ``MemoryMismatch``.
         """
+        import torch
+
         for tensor in (*self.regions, self.objects):
             if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
                 raise MemoryMismatch(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,3 +41,18 @@ def test_a_bench_without_a_chunk_to_hit_is_refused(maru: Maru) -> None:
     refused = maru("bench", "serve", "--prompt-tokens", "100")
     assert refused.status == ExitStatus.FAILED
     assert "no chunk of 256 tokens" in refused.err
+
+
+def test_the_command_needs_no_torch_and_does_not_wait_for_it() -> None:
+    """The store is served on hosts without an engine; a process of its own, for this one has it."""
+    script = (
+        "import sys; sys.modules['torch'] = sys.modules['vllm'] = None\n"
+        "from maru_cli import app\n"
+        "sys.argv = ['maru', '--help']\n"
+        "app.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == ExitStatus.OK, done.stderr
+    assert " doctor " in done.stdout
