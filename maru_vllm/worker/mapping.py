@@ -19,7 +19,7 @@ from maru_shm.errors import MaruError
 from maru_shm.pool.pool import Pool, open_pool
 from maru_vllm.metadata import PoolRef
 from maru_vllm.once import OncePerKind
-from maru_vllm.worker.pinning import HostRegistry, PinnedMemory
+from maru_vllm.worker.pinning import CudaRegistry, HostRegistry, PinnedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +140,8 @@ def map_and_populate(ref: PoolRef, registry: HostRegistry | None = None) -> Mapp
 
 
 def mapping_for(device: torch.device) -> PoolMapping:
-    """The mapping of a worker whose cache lies on ``device``."""
+    """The mapping of a worker whose cache lies on ``device``, which is its thread's."""
     if device.type != "cuda":
         return PoolMapping()
-    registry: HostRegistry = torch.cuda.cudart()  # type: ignore[no-untyped-call] # theirs
+    registry = CudaRegistry(torch.device("cuda", torch.cuda.current_device()))
     return PoolMapping(lambda ref: map_and_populate(ref, registry))

@@ -21,13 +21,35 @@ device's address space. Values of cudaHostRegister's flags in CUDA's driver_type
 
 
 class HostRegistry(Protocol):
-    """What registers host memory; ``torch.cuda.cudart()``, or a stand-in for it."""
+    """What registers host memory: ``torch.cuda.cudart()``, or a stand-in for it."""
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> Any:  # noqa: N802 # CUDA's
         """Pin memory; returns an error number, 0 for success."""
 
     def cudaHostUnregister(self, address: int) -> Any:  # noqa: N802 # CUDA's
         """Undo it."""
+
+
+class CudaRegistry:
+    """The CUDA runtime, for one device whatever the calling thread's is.
+
+    A new thread's device is the first one: without this, every worker of a host would open a
+    context of some hundred MiB there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._runtime: HostRegistry = torch.cuda.cudart()  # type: ignore[no-untyped-call] # theirs
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> Any:  # noqa: N802 # CUDA's
+        """See ``HostRegistry``."""
+        with torch.cuda.device(self._device):
+            return self._runtime.cudaHostRegister(address, num_bytes, flags)
+
+    def cudaHostUnregister(self, address: int) -> Any:  # noqa: N802 # CUDA's
+        """See ``HostRegistry``."""
+        with torch.cuda.device(self._device):
+            return self._runtime.cudaHostUnregister(address)
 
 
 class PinnedMemory:
@@ -37,7 +59,9 @@ class PinnedMemory:
         """Begin in a thread of its own; ``memory``: flat uint8 in host memory, kept mapped."""
         self._memory = memory
         self._registry = registry
+        self._lock = threading.Lock()
         self._is_pinned = False
+        self._is_closed = False
         self._thread = threading.Thread(target=self._pin, name="maru-pin", daemon=True)
         self._thread.start()
 
@@ -54,8 +78,13 @@ class PinnedMemory:
             return
         if error:
             self._say_unpinned(f"cudaHostRegister returned error {error}")
+            return
+        with self._lock:
+            too_late = self._is_closed
+            self._is_pinned = not too_late
+        if too_late:
+            self._registry.cudaHostUnregister(self._memory.data_ptr())
         else:
-            self._is_pinned = True
             logger.info("Maru: %.1f GiB of the pool are pinned", size / (1 << 30))
 
     def _say_unpinned(self, why: str) -> None:
@@ -73,7 +102,13 @@ class PinnedMemory:
         return self._is_pinned
 
     def close(self) -> None:
-        """Wait for the attempt and undo it. No copy may be under way. Idempotent."""
-        if self.wait():
+        """Undo it; no copy may be under way. Idempotent.
+
+        An attempt under way is not waited for, because it can take many seconds: its thread keeps
+        the memory and undoes it.
+        """
+        with self._lock:
+            self._is_closed = True
+            was_pinned, self._is_pinned = self._is_pinned, False
+        if was_pinned:
             self._registry.cudaHostUnregister(self._memory.data_ptr())
-            self._is_pinned = False

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from maru_vllm.worker.pinning import PinnedMemory
+from maru_vllm.worker.pinning import CudaRegistry, PinnedMemory
 
 
 class Registry:
@@ -59,3 +62,55 @@ def test_b23_forbidden_pinning_is_said_once_and_is_no_failure(
     assert "cannot be pinned" in record.getMessage()
     assert "ulimit -l" in record.getMessage()
     assert not registry.unregistered
+
+
+def test_a_close_does_not_wait_for_pinning_and_pinning_undoes_itself(memory: torch.Tensor) -> None:
+    may_return, undone = threading.Event(), threading.Event()
+
+    class Slow(Registry):
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 # CUDA's
+            assert may_return.wait(60)
+            return super().cudaHostRegister(address, num_bytes, flags)
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 # CUDA's
+            undone.set()
+            return super().cudaHostUnregister(address)
+
+    registry = Slow()
+    pinned = PinnedMemory(memory, registry)
+    pinned.close()
+    assert not registry.registered
+    may_return.set()
+    assert undone.wait(60)
+    assert not pinned.wait(60)
+    assert registry.unregistered == [memory.data_ptr()]
+
+
+def test_the_runtime_is_asked_on_the_workers_device_whatever_thread_asks(
+    memory: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current: list[torch.device] = []
+    asked_on: list[torch.device] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class Runtime(Registry):
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 # CUDA's
+            asked_on.append(current[-1])
+            return super().cudaHostRegister(address, num_bytes, flags)
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 # CUDA's
+            asked_on.append(current[-1])
+            return super().cudaHostUnregister(address)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    third = torch.device("cuda", 3)
+    pinned = PinnedMemory(memory, CudaRegistry(third))
+    assert pinned.wait(60)
+    pinned.close()
+    assert asked_on == [third, third]
