@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,9 @@ BUDGET_S = 3.0
 """An engine's first start on a kind of device is held up by this once; later starts read a file."""
 REPEATS = 3
 
+DRIVER_VERSION = Path("/sys/module/nvidia/version")
+"""Linux shows the loaded driver's version here; another driver may copy at another speed."""
+
 
 def table_of_device(device: torch.device) -> PlacementTable:
     """The table to use on ``device``, a CUDA device. Called at start-up, once per worker.
@@ -39,7 +43,7 @@ def table_of_device(device: torch.device) -> PlacementTable:
     given = overridden()
     if given is not None:
         return given
-    name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    name = f"{torch.cuda.get_device_name(device)}, {driver_name()}"
     path = table_path(name)
     if path.exists():
         try:
@@ -52,8 +56,18 @@ def table_of_device(device: torch.device) -> PlacementTable:
     except (RuntimeError, OSError) as error:  # no memory left on the device, no place for the file
         logger.warning("Maru: %s was not measured (%s); using the default table", name, error)
         return default_table()
+    finally:
+        torch.cuda.empty_cache()  # vLLM gives what is free now to its KV cache
     logger.info("Maru: measured copy engine against kernel on %s; kept in %s", name, path)
     return table
+
+
+def driver_name() -> str:
+    """The driver, or where it does not say, the CUDA runtime that this process uses."""
+    try:
+        return f"driver {DRIVER_VERSION.read_text(encoding='ascii').strip()}"
+    except OSError:
+        return f"CUDA {torch.version.cuda}"
 
 
 def device_measure(device: torch.device) -> Measure:
