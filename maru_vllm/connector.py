@@ -140,7 +140,8 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Learn where to read a request's block ids."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.bind_block_table(
-            lambda request_id: kv_cache_manager.get_block_ids(request_id)[0]
+            lambda request_id: kv_cache_manager.get_block_ids(request_id)[0],
+            kv_cache_manager.evict_blocks,
         )
 
     def on_new_request(self, request: Request) -> None:

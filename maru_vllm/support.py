@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maru_vllm.settings import KVPayload, Settings, TransferMode
+from maru_vllm.settings import KVPayload, LoadMode, Settings, TransferMode
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,7 +21,11 @@ class NotSupported(ValueError):
 
 def check_supported(vllm_config: VllmConfig, settings: Settings) -> None:
     """Raise NotSupported with every reason why Maru cannot serve this engine."""
-    reasons = [*_of_settings(settings), *_of_engine(vllm_config)]
+    reasons = [
+        *_of_settings(settings),
+        *_of_engine(vllm_config),
+        *_of_loads(vllm_config, settings),
+    ]
     if reasons:
         raise NotSupported("MaruKVConnector cannot serve this engine: " + "; ".join(reasons))
 
@@ -62,4 +66,17 @@ def _of_engine(vllm_config: VllmConfig) -> Iterator[str]:
     if transfer is not None and transfer.kv_role != "kv_both":
         yield (
             f"kv_role is {transfer.kv_role!r}; a cache both loads and stores: set it to 'kv_both'"
+        )
+
+
+def _of_loads(vllm_config: VllmConfig, settings: Settings) -> Iterator[str]:
+    if settings.load_mode is LoadMode.BETWEEN_STEPS:
+        return
+    if vllm_config.scheduler_config.async_scheduling:
+        # The next step is scheduled before this one has said that its load failed, and vLLM takes
+        # that step's tokens, computed from KV that was never loaded, for good.
+        yield (
+            "loads into the step that uses them (maru_overlap_load_with_compute true, or "
+            "maru_async_load false) cannot be taken back under async scheduling when they fail; "
+            "set --no-async-scheduling, or load between steps"
         )

@@ -37,7 +37,13 @@ from maru_vllm.once import OncePerKind
 from maru_vllm.scheduler.loads import LoadEnd, Loads
 from maru_vllm.scheduler.lookups import Grant, Lookups, Verdict
 from maru_vllm.scheduler.outbox import Outbox
-from maru_vllm.scheduler.ports import BlockTable, ChunkKeys, Clock, SchedulerSettings
+from maru_vllm.scheduler.ports import (
+    BlockTable,
+    ChunkKeys,
+    Clock,
+    EvictBlocks,
+    SchedulerSettings,
+)
 from maru_vllm.scheduler.requests import Event, LoadPolicy, Phase, RequestState, StorePolicy
 from maru_vllm.scheduler.shape import ChunkShape
 from maru_vllm.scheduler.stores import Offer, Stores
@@ -91,6 +97,7 @@ class SchedulerHalf:
         self._settings = settings
         self._clock = clock
         self._block_table: BlockTable | None = None
+        self._evict_blocks: EvictBlocks | None = None
         self._stats = MaruStats()
         job_ids = count(1)
         self._outbox = Outbox(plane, self._stats)
@@ -107,15 +114,18 @@ class SchedulerHalf:
         self._pool: PoolRef | None = None
         """The last pool that was connected to."""
         self._step_began = False
+        self._finished_in_step: list[Sequence[int]] = []
+        """Blocks of requests that ended (aborted, say) while a step ran that loads into itself."""
         self._isolation = b""
         """Changes the namespace after ``reset_cache``."""
         self._once = OncePerKind(logger)
 
     # ------------------------------------------------------------------ hooks
 
-    def bind_block_table(self, block_table: BlockTable) -> None:
-        """Where to read a request's block ids; called once, before the first request."""
+    def bind_block_table(self, block_table: BlockTable, evict_blocks: EvictBlocks) -> None:
+        """vLLM's block tables and prefix cache; called once, before the first request."""
         self._block_table = block_table
+        self._evict_blocks = evict_blocks
 
     def on_new_request(self, request: Request) -> None:
         """A request was added: start its lookup at once."""
@@ -139,11 +149,14 @@ class SchedulerHalf:
         )
         if begun is None and num_external_tokens > 0:
             # The engine counts on a load that could not be built: one that fails says so.
-            self._loads.begin_failing(request.request_id, blocks.get_block_ids()[0])
+            none: Sequence[int] = ()
+            block_ids = self._guard("block ids", lambda: blocks.get_block_ids()[0], none)
+            self._loads.begin_failing(request.request_id, block_ids)
 
     def build_step_metadata(self, scheduler_output: SchedulerOutput) -> MaruConnectorMetadata:
         """``build_connector_meta``: everything the workers have to do in this step."""
         self._guard("poll", self._begin_step, None)
+        self._finished_in_step.clear()
         if not self._guard("preemption", lambda: self._note_preemptions(scheduler_output), False):
             self._stores.distrust()
         stores: list[StoreJob] = []
@@ -383,6 +396,8 @@ class SchedulerHalf:
 
     def _finish(self, request: Request, block_ids: Sequence[int]) -> bool:
         self._lookups.drop(request.request_id)
+        if self._settings.load_mode is not LoadMode.BETWEEN_STEPS:
+            self._finished_in_step.append(tuple(block_ids))
         state = self._requests.get(request.request_id)
         if state is None:
             return False
@@ -450,15 +465,29 @@ class SchedulerHalf:
         self._progress()
 
     def _invalidate(self, block_ids: frozenset[int]) -> None:
+        """These blocks, and what was computed on top of them, hold nothing of use.
+
+        vLLM puts the blocks of a load into its own step into its prefix cache when it allocates
+        them, and where it recomputes it leaves them there, found by others before that is done, or
+        for ever if the request is aborted. So they are taken out here.
+        """
+        useless = set(block_ids)
         for state in self._requests.values():
             if state.phase not in (Phase.RUNNING, Phase.HELD):
                 continue
             blocks = self._blocks_of(state)
-            bad = next((i for i, block in enumerate(blocks) if block in block_ids), None)
+            bad = _first_of(blocks, block_ids)
             if bad is not None:
                 self._stores.invalidate_from(state, bad // self._shape.blocks_per_chunk)
                 state.computed_tokens = min(state.computed_tokens, bad * self._shape.block_size)
+                useless.update(blocks[bad:])
+        for blocks in self._finished_in_step:
+            bad = _first_of(blocks, block_ids)
+            if bad is not None:
+                useless.update(blocks[bad:])
         self._stores.invalidate_blocks(block_ids)
+        if self._evict_blocks is not None:
+            self._evict_blocks(useless)
 
     def _reset(self) -> bool:
         self._isolation = secrets.token_bytes(16)
@@ -470,3 +499,8 @@ class SchedulerHalf:
                 state.store_policy = StorePolicy.FORBIDDEN
                 state.load_policy = LoadPolicy.FORBIDDEN
         return True
+
+
+def _first_of(blocks: Sequence[int], block_ids: frozenset[int]) -> int | None:
+    """Position of the first block that is one of ``block_ids``."""
+    return next((i for i, block in enumerate(blocks) if block in block_ids), None)

@@ -57,5 +57,8 @@ class SchedulerSettings(Protocol):
 BlockTable = Callable[[str], Sequence[int]]
 """Manager block ids that a request holds now, in token order; raises or is empty if it has none."""
 
+EvictBlocks = Callable[[set[int]], None]
+"""Take blocks out of vLLM's own prefix cache; whoever holds them keeps them."""
+
 Clock = Callable[[], float]
 """Monotonic seconds."""

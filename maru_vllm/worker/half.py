@@ -175,6 +175,7 @@ class WorkerHalf:
 
     def transfer_results(self) -> Reports:
         """What finished since the last call: once per step, before ``worker_meta``."""
+        self._end_awaited_loads()  # with a draft model this comes before wait_for_save
         reports = _NOTHING
         with self._once.guard("transfer_results"):
             self._take_results()

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -139,6 +139,8 @@ class _Step:
     placed: int = 0
     failed: bool = False
     path: CopyPath | None = None
+    slots: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By rows per block; the same for all layers that are alike."""
 
 
 class LayerLoads:
@@ -183,8 +185,9 @@ class LayerLoads:
                 self._ended.append(_ended(job, found))
         if not good or mapped is None:
             return
-        mapped.begin_job()
+        self._give_up_unfinished("its step never ended")
         step = self._step = self._new_step(good, mapped)
+        mapped.begin_job()
         step.staged = [
             self._thread.submit(self._stage, step, number) for number in range(len(self._places))
         ]
@@ -210,13 +213,16 @@ class LayerLoads:
 
     def close(self, deadline_s: float) -> None:
         """Cancel what runs and wait for it, at most ``deadline_s`` seconds. Idempotent."""
-        if self._step is not None:
-            self._fail(self._step, "the engine shuts down")
-            self._left.append(self._step)
-            self._step = None
+        self._give_up_unfinished("the engine shuts down")
         futures.wait([f for step in self._left for f in _futures(step)], deadline_s)
         self._close_left()
         self._thread.shutdown(wait=False)
+
+    def _give_up_unfinished(self, why: str) -> None:
+        if self._step is not None:
+            self._fail(self._step, why)
+            self._left.append(self._step)
+            self._step = None
 
     # ------------------------------------------------------------------ staging: our thread
 
@@ -243,8 +249,9 @@ class LayerLoads:
 
     def _stage(self, step: _Step, number: int) -> torch.Tensor:
         """Copy one layer out of all objects; flat uint8 on the cache's device."""
-        step.room.acquire()
-        if step.cancelled.is_set():
+        # Bounded, so that an engine that dies in its forward leaves no thread that never ends.
+        has_room = step.room.acquire(timeout=max(0.0, step.deadline - time.monotonic()))
+        if step.cancelled.is_set() or not has_room:
             raise _Cancelled
         place, caches = self._places[number], self._context.caches
         stager = LayerStager(
@@ -285,7 +292,10 @@ class LayerLoads:
         width = rows.row_bytes // place.cache.element_size()
         tensor = staging.view(place.cache.dtype)
         tensor = tensor.view(2, -1, width) if rows.planes == 2 else tensor.view(-1, width)
-        slots = torch.tensor(rows.slots_of(step.block_ids), device=place.cache.device)
+        slots = step.slots.get(rows.rows_per_block)
+        if slots is None:
+            slots = torch.tensor(rows.slots_of(step.block_ids), device=place.cache.device)
+            step.slots[rows.rows_per_block] = slots
         if staging.is_cuda:
             # The allocator must not give it out again before this stream has read it.
             staging.record_stream(torch.cuda.current_stream(staging.device))

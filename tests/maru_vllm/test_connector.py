@@ -50,9 +50,23 @@ def test_vllm_finds_the_connector_by_the_package_and_its_name() -> None:
     assert supports_hma(MaruKVConnector)
 
 
-def test_a_best_effort_cache_never_asks_for_delivery_or_piecewise_graphs() -> None:
+def test_a_best_effort_cache_never_asks_for_delivery() -> None:
     assert not connector(KVConnectorRole.SCHEDULER).requires_kv_delivery
-    assert not MaruKVConnector.requires_piecewise_for_cudagraph({})
+
+
+@pytest.mark.parametrize(
+    ("extra", "piecewise"),
+    [
+        ({}, False),
+        ({"maru_overlap_load_with_compute": True}, True),
+        ({"maru_overlap_load_with_compute": True, "maru_async_load": False}, True),
+        ({"maru_async_load": False}, False),
+    ],
+)
+def test_b20_piecewise_graphs_are_asked_for_exactly_where_the_layer_hooks_do_work(
+    extra: dict[str, Any], piecewise: bool
+) -> None:
+    assert MaruKVConnector.requires_piecewise_for_cudagraph(extra) is piecewise
 
 
 def test_each_role_has_its_half_and_no_other() -> None:
@@ -127,7 +141,8 @@ def test_block_ids_are_read_from_vllms_manager_when_they_are_asked_for() -> None
     manager = Mock()
     manager.get_block_ids.return_value = ([4, 5],)
     scheduler.bind_kv_cache_manager(manager)
-    (block_table,) = SCHEDULER_HALF.bind_block_table.call_args.args
+    block_table, evict_blocks = SCHEDULER_HALF.bind_block_table.call_args.args
+    assert evict_blocks is manager.evict_blocks
     manager.get_block_ids.assert_not_called()
     assert block_table("r") == [4, 5]
 

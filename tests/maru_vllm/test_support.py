@@ -18,6 +18,7 @@ def engine(**parallel: int) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{**sizes, **parallel}),
         speculative_config=None,
+        scheduler_config=SimpleNamespace(async_scheduling=False),
         kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
     )
 
@@ -75,3 +76,18 @@ def test_all_reasons_are_named_at_once() -> None:
         check_supported(engine(pipeline_parallel_size=2), Settings(async_store=False))
     assert "maru_async_store" in str(refusal.value)
     assert "--pipeline-parallel-size" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "settings", [Settings(overlap_load_with_compute=True), Settings(async_load=False)]
+)
+def test_loads_into_their_own_step_need_a_scheduler_that_waits_for_its_end(
+    settings: Settings,
+) -> None:
+    """Under async scheduling vLLM delivers what the next step made of a load that failed."""
+    check_supported(engine(), settings)
+    asynchronous = engine()
+    asynchronous.scheduler_config.async_scheduling = True
+    with pytest.raises(NotSupported, match="--no-async-scheduling"):
+        check_supported(asynchronous, settings)
+    check_supported(asynchronous, Settings())

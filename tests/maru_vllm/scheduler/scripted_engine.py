@@ -237,7 +237,8 @@ class Engine:
             self.plane, self.keys, shape, settings or Settings(), lambda: self.now
         )
         self.tables: dict[str, list[int]] = {}
-        self.half.bind_block_table(lambda request_id: self.tables[request_id])
+        self.evicted: set[int] = set()
+        self.half.bind_block_table(lambda request_id: self.tables[request_id], self.evicted.update)
 
     def request(self, name: str, num_tokens: int, max_tokens: int = 8) -> Request:
         request = Request(

@@ -80,8 +80,19 @@ class DeviceMark:
         yield
 
 
+@dataclass(frozen=True)
+class Doubt:
+    """A forward read wrong KV: a fault, unless the engine learns in the same step that it must not
+    use what came of it."""
+
+    request_id: str
+    blocks: frozenset[int]
+    """That it read."""
+    message: str
+
+
 class ModelRunner:
-    """Runs the forward of a step on a ``Device``."""
+    """Runs the forward of a step on a ``Device``; wrong KV makes wrong KV, as in a model."""
 
     def __init__(self, oracle: Oracle, cache: PagedCache, device: Device, rank: int) -> None:
         self._oracle = oracle
@@ -89,6 +100,19 @@ class ModelRunner:
         self._cache = cache
         self._device = device
         self._tokens: dict[str, list[int]] = {}
+        self._doubts: list[Doubt] = []
+
+    @property
+    def doubted(self) -> set[str]:
+        """Requests that read wrong KV since doubts were last settled."""
+        return {doubt.request_id for doubt in self._doubts}
+
+    def settle(self, invalid_block_ids: set[int]) -> None:
+        """Wrong KV may have been read only where one of these blocks was."""
+        doubts, self._doubts = self._doubts, []
+        for doubt in doubts:
+            if doubt.blocks.isdisjoint(invalid_block_ids):
+                raise WrongBytes(doubt.message)
 
     def forward(
         self,
@@ -101,10 +125,15 @@ class ModelRunner:
         fresh = {r.req_id for r in output.scheduled_new_reqs} | cached.resumed_req_ids
         computed = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        answered = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
         sampled: dict[str, list[int]] = {}
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             if request_id in fresh or request_id not in self._tokens:
                 self._tokens[request_id] = list(requests[request_id].all_token_ids)
+            elif request_id in answered:  # an answer that was thrown away
+                del self._tokens[request_id][
+                    requests[request_id].num_prompt_tokens + answered[request_id] :
+                ]
             tokens = self._tokens[request_id]
             start, end = computed[request_id], computed[request_id] + num_tokens
             work = self._attend(request_id, list(tokens), start, end, table_of(request_id))
@@ -123,13 +152,16 @@ class ModelRunner:
         def run() -> None:
             context = self._cache.read(table, start)
             expected = self._oracle.kv(tokens, 0, start, self._rank)
+            kv = self._oracle.kv(tokens, start, end, self._rank)
             if not np.array_equal(context, expected):
                 wrong = np.unique(np.nonzero(context != expected)[2]).tolist()
-                raise WrongBytes(
+                message = (
                     f"{request_id}, rank {self._rank}: the forward of tokens [{start}, {end}) "
                     f"reads wrong KV at positions {wrong}, blocks {table}"
                 )
-            kv = self._oracle.kv(tokens, start, end, self._rank)
+                blocks = frozenset(table[: -(-start // BLOCK_SIZE)])
+                self._doubts.append(Doubt(request_id, blocks, message))
+                kv = ~kv
             for position in range(start, end):
                 self._cache.write(table, position, kv[:, :, position - start])
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from copies import Pace, ScriptedCopies
@@ -46,6 +47,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from maru_kv_ops import torch_ops
+from maru_kv_ops.executors import CopyMemory, CopyPath
+from maru_kv_ops.plan import CopyPlan, TransferDirection
 from maru_kv_ops.torch_executor import TorchExecutor
 from maru_shm.control.plane import ControlPlane
 from maru_shm.pool.pool import open_pool
@@ -54,6 +58,7 @@ from maru_shm.types import Generation, Namespace
 from maru_vllm.assembly import chunk_shape
 from maru_vllm.connector import MaruKVConnector
 from maru_vllm.identity import ChunkChain
+from maru_vllm.kv_ops import CopyOperations
 from maru_vllm.layout import ChunkLayout, chunk_layout
 from maru_vllm.metadata import MaruConnectorMetadata, PoolRef
 from maru_vllm.scheduler.half import SchedulerHalf
@@ -61,6 +66,7 @@ from maru_vllm.scheduler.keys import ChainWhenKnown
 from maru_vllm.settings import LoadMode
 from maru_vllm.stats import Counter, MaruStats
 from maru_vllm.worker.half import WorkerHalf
+from maru_vllm.worker.layer_loads import LoadsWithinStep
 from maru_vllm.worker.mapping import MappedPool, PoolMapping
 
 NAMESPACE = Namespace(b"simulated model, simulated bytes")
@@ -148,6 +154,7 @@ class EngineOptions:
     verify: Verify = Verify.HEADER
     store_decode: bool = True
     num_ranks: int = 1
+    load_mode: LoadMode = LoadMode.BETWEEN_STEPS
 
 
 @dataclass(frozen=True)
@@ -158,6 +165,7 @@ class _Executed:
     result: ModelRunnerOutput
     places: list[int]
     """Where its forward ends in each rank's device queue."""
+    invalid_block_ids: set[int]
 
 
 class NoLock:
@@ -168,7 +176,33 @@ class NoLock:
 
 
 def _map_pool(ref: PoolRef) -> MappedPool:
-    return MappedPool(open_pool(ref.path, ref.medium, expect_uuid=ref.uuid), NoLock())  # type: ignore[arg-type]
+    return MappedPool(open_pool(ref.path, ref.medium, expect_uuid=ref.uuid), NoLock())
+
+
+class ScriptedExecutor(TorchExecutor):
+    """Whose copies out of objects fail when the script says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads_fail: Callable[[], bool] = lambda: False
+
+    def run(self, plan: CopyPlan, memory: CopyMemory) -> CopyPath:
+        if plan.direction is TransferDirection.H2D and self.loads_fail():
+            raise OSError("the script lets this copy fail")
+        return super().run(plan, memory)
+
+
+NOT_A_TOKEN = 1
+"""What a model that reads wrong KV says; the oracle never does."""
+
+RELEASE_AFTER = {LoadMode.LAYER_BY_LAYER: 1, LoadMode.BEFORE_FORWARD: LAYERS}
+
+
+def _within_step(mode: LoadMode) -> LoadsWithinStep | None:
+    if mode is LoadMode.BETWEEN_STEPS:
+        return None
+    operations = cast(CopyOperations, torch_ops)
+    return LoadsWithinStep(RELEASE_AFTER[mode], lambda _: operations)
 
 
 class SimWorker:
@@ -178,21 +212,23 @@ class SimWorker:
         self,
         rank: int,
         layout: ChunkLayout,
-        verify: Verify,
+        options: EngineOptions,
         oracle: Oracle,
         clock: Callable[[], float],
     ) -> None:
         self.copies = ScriptedCopies()
+        self.executor = ScriptedExecutor()
         self.device = Device()
         self.cache = PagedCache(layout.num_blocks)
         self.runner = ModelRunner(oracle, self.cache, self.device, rank)
         self.half = WorkerHalf(
             layout,
             rank=rank,
-            verify=verify,
+            verify=options.verify,
             runner=self.copies,
-            executor=TorchExecutor(),
+            executor=self.executor,
             mapping=PoolMapping(_map_pool, clock),
+            within_step=_within_step(options.load_mode),
         )
 
     def connect(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -211,8 +247,15 @@ class SimWorker:
         connector = self.connector
         connector.handle_preemptions(metadata)
         connector.bind_connector_metadata(metadata)
+        if output.has_sync_kv_loads:
+            connector.start_load_kv(None)  # type: ignore[arg-type]
+        for layer in range(LAYERS):
+            connector.wait_for_layer_load(layer_name(layer))
         sampled = forward(self.runner)
-        connector.start_load_kv(None)  # type: ignore[arg-type]
+        if not output.has_sync_kv_loads:
+            connector.start_load_kv(None)  # type: ignore[arg-type]
+        for request_id in self.runner.doubted & sampled.keys():
+            sampled[request_id] = [NOT_A_TOKEN] * len(sampled[request_id])
         connector.wait_for_save()
         self.copies.end_of_step()
         results = connector.get_transfer_results(output.finished_req_ids)
@@ -220,6 +263,7 @@ class SimWorker:
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
         connector.clear_connector_metadata()
@@ -255,6 +299,8 @@ class SimEngine:
         self.counts = MaruStats()
         """What the connector counted, as vLLM carried it to its loggers."""
         self.preemptions = 0
+        self.aborted_in_step: str | None = None
+        """Its client goes away while the next step runs."""
         self.written_to: set[Generation] = set()
         """Space that a worker was told to write to."""
         spec = FullAttentionSpec(
@@ -273,12 +319,11 @@ class SimEngine:
             plane,
             ChainWhenKnown(lambda: chain),
             chunk_shape(layout),
-            Settings(store_decode=options.store_decode),
+            Settings(store_decode=options.store_decode, load_mode=options.load_mode),
             clock,
         )
         self.workers = [
-            SimWorker(rank, layout, options.verify, oracle, clock)
-            for rank in range(options.num_ranks)
+            SimWorker(rank, layout, options, oracle, clock) for rank in range(options.num_ranks)
         ]
         self.scheduler = self._connect(kv_cache_config)
         self._aggregator = KVOutputAggregator(options.num_ranks)
@@ -353,6 +398,9 @@ class SimEngine:
         """One step as the engine core does it: schedule, execute, take in what is finished."""
         output = self.scheduler.schedule()
         self._in_flight.append(self._execute(output))
+        if self.aborted_in_step is not None:
+            self.abort(self.aborted_in_step)
+            self.aborted_in_step = None
         depth = 2 if self.options.async_scheduling else 1
         while self._in_flight and (
             len(self._in_flight) >= depth or not output.total_num_scheduled_tokens
@@ -374,7 +422,12 @@ class SimEngine:
         results = [worker.execute(output, self._forward(output, worker)) for worker in self.workers]
         result = self._aggregator.aggregate(list(results))
         assert result is not None
-        return _Executed(output, result, [len(worker.device.queue) for worker in self.workers])
+        reported = result.kv_connector_output
+        invalid = set() if reported is None else set(reported.invalid_block_ids)
+        for worker in self.workers:
+            worker.runner.settle(invalid)
+        places = [len(worker.device.queue) for worker in self.workers]
+        return _Executed(output, result, places, invalid)
 
     def _forward(
         self, output: SchedulerOutput, worker: SimWorker
@@ -396,6 +449,7 @@ class SimEngine:
     def _update(self, step: _Executed) -> None:
         for worker, place in zip(self.workers, step.places, strict=True):
             worker.device.run_to(place)  # its tokens are known, so its forward is over
+            worker.runner.settle(step.invalid_block_ids)
         for outputs in self.scheduler.update_from_output(step.output, step.result).values():
             if (stats := outputs.scheduler_stats) is not None:
                 self.counts.aggregate(MaruStats(data=stats.kv_connector_stats or {}))
@@ -419,6 +473,7 @@ class SimEngine:
         assert not self.half._lookups._lookups
         assert not self.half._stores._wanted
         assert all(worker.half._book.idle for worker in self.workers)
+        assert not any(worker.half._awaited for worker in self.workers)
         self.counts.aggregate(self.half.take_stats() or MaruStats())
         errors = self.counts.value(Counter.INTERNAL_ERRORS)
         assert errors == 0, f"{self.name}: {errors} internal errors"

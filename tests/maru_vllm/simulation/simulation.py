@@ -132,6 +132,11 @@ class Simulation:
         self._aborted.add(name)
         self._engine_of[name].abort(name)
 
+    def abort_in_step(self, name: str) -> None:
+        """Its client goes away while its engine's next step runs."""
+        self._aborted.add(name)
+        self._engine_of[name].aborted_in_step = name
+
     def step(self, times: int = 1) -> None:
         """Every engine makes a step; then every object in the pool is looked at."""
         for _ in range(times):
