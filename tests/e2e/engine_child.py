@@ -124,18 +124,26 @@ class Child:
 
     def stop_stores_halfway(self, seconds: float) -> None:
         """From now on every store copies half of its bytes, and waits: long enough to be killed."""
-        from maru_kv_ops.plan import TransferDirection
+        from maru_kv_ops.executors import CopyMemory, CopyPath
+        from maru_kv_ops.host_executor import HostExecutor
+        from maru_kv_ops.plan import CopyPlan, TransferDirection
         from maru_kv_ops.torch_executor import TorchExecutor
 
-        run = TorchExecutor.run
+        def stop_halfway(executor_class: Any) -> None:
+            run = executor_class.run
 
-        def halfway(executor: Any, plan: Any, memory: Any) -> None:
-            if plan.direction is TransferDirection.D2H:
-                run(executor, replace(plan, copies=plan.copies[: len(plan.copies) // 2]), memory)
-                time.sleep(seconds)
-            run(executor, plan, memory)
+            def halfway(executor: Any, plan: CopyPlan, memory: CopyMemory) -> CopyPath:
+                if plan.direction is TransferDirection.D2H:
+                    half = replace(plan, copies=plan.copies[: len(plan.copies) // 2])
+                    run(executor, half, memory)
+                    time.sleep(seconds)
+                path: CopyPath = run(executor, plan, memory)
+                return path
 
-        TorchExecutor.run = halfway  # type: ignore[method-assign]
+            executor_class.run = halfway
+
+        for executor_class in (HostExecutor, TorchExecutor):  # whichever serves this engine
+            stop_halfway(executor_class)
 
 
 def main() -> None:
