@@ -238,7 +238,7 @@ class Settings:
     )
     placement: Placement = field(
         default=Placement.AUTO,
-        metadata=_row(_one_of(Placement), _values(Placement), "which executor copies"),
+        metadata=_row(_one_of(Placement), _values(Placement), "which path copies; see below"),
     )
     transfer_mode: TransferMode = field(
         default=TransferMode.AUTO,

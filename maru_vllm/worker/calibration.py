@@ -52,13 +52,17 @@ def table_of_device(device: torch.device) -> PlacementTable:
             logger.warning("Maru: %s; measuring anew", error)
     try:
         table = calibrate(name, device_measure(device), time.monotonic, BUDGET_S)
-        write_table(table, path)
-    except (RuntimeError, OSError) as error:  # no memory left on the device, no place for the file
+    except RuntimeError as error:  # no memory left on the device
         logger.warning("Maru: %s was not measured (%s); using the default table", name, error)
         return default_table()
     finally:
         torch.cuda.empty_cache()  # vLLM gives what is free now to its KV cache
-    logger.info("Maru: measured copy engine against kernel on %s; kept in %s", name, path)
+    try:
+        write_table(table, path)
+    except OSError as error:
+        logger.warning("Maru: measured %s, which every start does again: %s", name, error)
+    else:
+        logger.info("Maru: measured copy engine against kernel on %s; kept in %s", name, path)
     return table
 
 

@@ -117,6 +117,15 @@ def test_a_device_that_cannot_be_measured_starts_with_the_default_table(
     assert kept_tables() == [], "the next start tries again"
 
 
+def test_what_cannot_be_kept_is_used_all_the_same(
+    gpu: Device, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING, "maru_vllm"):
+        assert table_of_device(GPU).device == "Some GPU, driver 580.65"
+    assert str(tmp_path / "cache") in caplog.text
+
+
 def test_a_measured_plan_has_the_runs_that_it_is_measured_for() -> None:
     plan = runs_plan(TransferDirection.D2H, 512, 3)
     (copy,) = plan.copies
