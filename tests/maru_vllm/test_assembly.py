@@ -9,8 +9,11 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from maru_kv_ops.host_executor import HostExecutor
+from maru_kv_ops.torch_executor import TorchExecutor
 from maru_vllm import assembly
 from maru_vllm.layout import LayoutRefused
+from maru_vllm.placement import PlacementRefused
 from maru_vllm.settings import Settings, SettingsError
 from maru_vllm.support import NotSupported
 
@@ -34,6 +37,7 @@ def engine(extra: dict[str, object] | None = None, tp: int = 1) -> Any:
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
         ),
+        device_config=SimpleNamespace(device_type="cpu"),
         speculative_config=None,
         cache_config=SimpleNamespace(kv_cache_layout="LBHNC"),
         kv_transfer_config=SimpleNamespace(
@@ -82,3 +86,24 @@ def test_an_engine_without_a_server_starts_with_one_clear_warning(
     warnings = [r for r in caplog.records if r.name == assembly.__name__]
     assert len(warnings) == 1
     assert "nobody.sock" in warnings[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("placement", "executor"),
+    [("auto", HostExecutor), ("kernel", HostExecutor), ("fallback", TorchExecutor)],
+)
+def test_a_worker_copies_by_what_the_placement_asks_for(
+    placement: str, executor: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "get_tensor_model_parallel_rank", lambda: 0)
+    half = assembly.worker_half(engine({"maru_placement": placement}), cache())
+    assert isinstance(half._executor, executor)
+    half.shutdown()
+
+
+def test_a_placement_that_is_not_there_stops_the_engines_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(assembly, "get_tensor_model_parallel_rank", lambda: 0)
+    with pytest.raises(PlacementRefused, match=r"copy_engine.*use \"auto\""):
+        assembly.worker_half(engine({"maru_placement": "copy_engine"}), cache())
