@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from maru_kv_ops.executors import Executor
 from maru_kv_ops.layouts import CacheExtents, KVLayout, layout_strides
 from maru_kv_ops.torch_executor import TorchExecutor
 from maru_shm.control.local import LocalPlane
@@ -19,6 +20,7 @@ from maru_vllm.layout import ChunkLayout, LayerPage, PageLayout
 from maru_vllm.metadata import ChunkCopy, JobOutcome, LoadJob, PoolRef, StoreJob
 from maru_vllm.worker.copy_runner import CopyKind, CopyResult, CopyTask, run_task
 from maru_vllm.worker.half import WorkerHalf
+from maru_vllm.worker.layer_loads import LoadsWithinStep
 from maru_vllm.worker.mapping import MappedPool, PoolMapping
 
 NAMESPACE = Namespace(bytes(32))
@@ -192,14 +194,17 @@ def worker(
     rank: int = 0,
     verify: Verify = Verify.HEADER,
     map_pool: Callable[[PoolRef], MappedPool] | None = None,
+    executor: Executor | None = None,
+    within_step: LoadsWithinStep | None = None,
 ) -> WorkerHalf:
     half = WorkerHalf(
         layout=layout or chunk_layout(),
         rank=rank,
         verify=verify,
         runner=runner,
-        executor=TorchExecutor(threads=1),
+        executor=executor or TorchExecutor(threads=1),
         mapping=PoolMapping(map_pool or store.map_pool),
+        within_step=within_step,
     )
     half.register_kv_caches(caches)
     return half
