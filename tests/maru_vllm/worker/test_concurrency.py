@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from worker_cases import (
     BLOCKS,
@@ -18,9 +20,12 @@ from worker_cases import (
     worker,
 )
 
+from maru_kv_ops.executors import CopyPath, Executor
+from maru_kv_ops.host_executor import HostExecutor
+from maru_kv_ops.torch_executor import TorchExecutor
 from maru_shm.pool.reading import Verify
 from maru_shm.types import Extent
-from maru_vllm.metadata import JobOutcome, MaruConnectorMetadata, MaruWorkerMetadata
+from maru_vllm.metadata import JobOutcome, LoadReport, MaruConnectorMetadata, MaruWorkerMetadata
 from maru_vllm.worker.copy_runner import ThreadCopyRunner
 from maru_vllm.worker.half import WorkerHalf
 
@@ -47,14 +52,22 @@ class _Engine:
         self.expected = {block: block_bytes(self.caches, block) for block in range(BLOCKS)}
 
 
-def test_no_byte_goes_astray_when_64_threads_store_and_load(store: Store) -> None:
+@pytest.mark.parametrize(
+    ("executor", "path"),
+    [(TorchExecutor, CopyPath.TORCH), (HostExecutor, CopyPath.HOST)],
+    ids=lambda value: str(value) if isinstance(value, CopyPath) else "",
+)
+def test_no_byte_goes_astray_when_64_threads_store_and_load(
+    store: Store, executor: Callable[[], Executor], path: CopyPath
+) -> None:
     """B02: random reuse of blocks and of space, every byte against an oracle."""
     source = random.Random(2)
     engines: list[_Engine] = []
     for seed in range(ENGINES):
         caches = cache_tensors(seed=seed)
         runner = ThreadCopyRunner(THREADS_PER_ENGINE)
-        engines.append(_Engine(worker(store, caches, runner, verify=Verify.FULL), caches))
+        half = worker(store, caches, runner, verify=Verify.FULL, executor=executor())
+        engines.append(_Engine(half, caches))
     objects: dict[Extent, list[bytes]] = {}
     object_bytes = sum(len(block_bytes(engines[0].caches, b)) for b in range(BLOCKS_PER_CHUNK))
     for round_number in range(ROUNDS):
@@ -82,7 +95,8 @@ def test_no_byte_goes_astray_when_64_threads_store_and_load(store: Store) -> Non
             engine.half.start_load_kv(metadata)
             engine.half.wait_for_save(metadata)
         loaded = _finish_round(store, engines, stores, loads)
-        assert all(outcome is JobOutcome.DONE for outcome in loaded)
+        assert all(report.outcome is JobOutcome.DONE for report in loaded)
+        assert all(report.path is path for report in loaded)
         for engine in engines:
             for block, content in engine.expected.items():
                 assert block_bytes(engine.caches, block) == content
@@ -99,10 +113,10 @@ def _finish_round(
     engines: list[_Engine],
     stores: dict[int, tuple[Extent, list[bytes]]],
     loads: int,
-) -> list[JobOutcome]:
+) -> list[LoadReport]:
     """Wait for every job of the round; commit what was stored, return how the loads ended."""
     left = set(stores)
-    loaded: list[JobOutcome] = []
+    loaded: list[LoadReport] = []
     give_up = time.monotonic() + DEADLINE_S
     while left or len(loaded) < loads:
         assert time.monotonic() < give_up, "copies did not finish"
@@ -111,7 +125,7 @@ def _finish_round(
             meta = engine.half.worker_meta()
             if not isinstance(meta, MaruWorkerMetadata):
                 continue
-            loaded += [report.outcome for report in meta.loads]
+            loaded += meta.loads
             for report in meta.stores:
                 assert report.outcome is JobOutcome.DONE
                 assert report.checksum is not None
