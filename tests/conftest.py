@@ -7,9 +7,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from maru_shm.control.runtime_dir import RuntimeDir
+
+# No test fails because the machine is busy: an example may take as long as it takes.
+hypothesis.settings.register_profile("maru", deadline=None)
+hypothesis.settings.load_profile("maru")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
