@@ -15,6 +15,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import cast
 
@@ -230,6 +231,13 @@ class SimWorker:
             mapping=PoolMapping(_map_pool, clock),
             within_step=_within_step(options.load_mode),
         )
+
+    def fail_loads_within_step(self, every: int) -> None:
+        """From now on every n-th copy of a layer fails; 0: none. Others fail by ``copies``."""
+        if self.half._within_step is None:
+            return
+        calls = count(1)
+        self.executor.loads_fail = lambda: every > 0 and next(calls) % every == 0
 
     def connect(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         """Make the connector and register the cache, as vLLM's worker does."""

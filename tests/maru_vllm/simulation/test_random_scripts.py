@@ -8,16 +8,18 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, unique
+from typing import Any
 
 import pytest
 from copies import Pace, ScriptedCopies
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from sim_engine import EngineOptions
+from sim_engine import EngineOptions, SimWorker
 from simulation import Simulation
 from vllm.v1.request import RequestStatus
 
 from maru_shm.control.local import Delivery, Fate
+from maru_vllm.settings import LoadMode
 from maru_vllm.stats import Counter
 from maru_vllm.worker.copy_runner import CopyTask
 
@@ -40,6 +42,13 @@ class Steps:
 
 @dataclass(frozen=True)
 class Abort:
+    which: int
+
+
+@dataclass(frozen=True)
+class AbortInStep:
+    """As ``Abort``, while the engine's next step runs."""
+
     which: int
 
 
@@ -115,6 +124,7 @@ Action = (
     Arrive
     | Steps
     | Abort
+    | AbortInStep
     | Copies
     | SetPace
     | FailCopies
@@ -150,6 +160,7 @@ WEIGHTED: list[tuple[int, st.SearchStrategy[Action]]] = [
     (4, st.builds(Steps, st.integers(1, 3))),
     (6, st.builds(Steps, st.integers(6, 16))),
     (2, st.builds(Abort, st.integers(0, 7))),
+    (1, st.builds(AbortInStep, st.integers(0, 7))),
     (2, st.builds(Copies, workers, st.integers(0, 5))),
     (2, st.builds(SetPace, workers, st.sampled_from(list(Pace)))),
     (3, st.builds(FailCopies, workers, st.sampled_from([0, 1, 1, 2]))),
@@ -157,22 +168,31 @@ WEIGHTED: list[tuple[int, st.SearchStrategy[Action]]] = [
     (1, st.just(KillServer())),
     (2, st.just(StartServer())),
     (2, st.builds(Pressure, st.integers(20, 200))),
-    (1, st.builds(Hog, st.sampled_from([0, 1000]))),
+    (2, st.builds(Hog, st.sampled_from([0, 1000]))),
     (1, st.builds(Wait, st.sampled_from([0.1, 12.0, 31.0]))),
     (1, st.builds(ResetRunning, engines)),
 ]
 actions: st.SearchStrategy[Action] = st.sampled_from(
     [strategy for weight, strategy in WEIGHTED for _ in range(weight)]
 ).flatmap(lambda strategy: strategy)
-options = st.builds(
-    EngineOptions,
-    num_blocks=st.sampled_from([12, 14, 20, 64]),
-    tokens_per_step=st.sampled_from([5, 8, 13, 64]),
-    prefix_caching=st.booleans(),
-    async_scheduling=st.booleans(),
-    load_failure_policy=st.sampled_from(["recompute", "fail"]),
-    store_decode=st.booleans(),
-    num_ranks=st.sampled_from([1, 1, 2]),
+
+
+def _engines(**chosen: st.SearchStrategy[Any]) -> st.SearchStrategy[EngineOptions]:
+    return st.builds(
+        EngineOptions,
+        num_blocks=st.sampled_from([12, 14, 20, 64]),
+        tokens_per_step=st.sampled_from([5, 8, 13, 64]),
+        prefix_caching=st.booleans(),
+        load_failure_policy=st.sampled_from(["recompute", "fail"]),
+        store_decode=st.booleans(),
+        num_ranks=st.sampled_from([1, 1, 2]),
+        **chosen,
+    )
+
+
+options = _engines(async_scheduling=st.booleans())
+within_step = _engines(
+    load_mode=st.sampled_from([LoadMode.LAYER_BY_LAYER, LoadMode.BEFORE_FORWARD])
 )
 
 
@@ -200,6 +220,10 @@ class Player:
                 living = [name for name in self._names if _may_be_aborted(sim, name)]
                 if living:
                     sim.abort(living[action.which % len(living)])
+            case AbortInStep():
+                living = [name for name in self._names if _may_be_aborted(sim, name)]
+                if living:
+                    sim.abort_in_step(living[action.which % len(living)])
             case Copies():
                 copies = self._copies(action.worker)
                 if copies.under_way:
@@ -208,6 +232,7 @@ class Player:
                 self._copies(action.worker).pace = action.pace
             case FailCopies():
                 self._copies(action.worker).failing = _every(action.every)
+                self._worker(action.worker).fail_loads_within_step(action.every)
             case Network():
                 delivery = action.delivery
                 sim.messages_lost |= delivery.fate is Fate.LOST
@@ -229,9 +254,12 @@ class Player:
                 with contextlib.suppress(RuntimeError):
                     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
 
+    def _worker(self, number: int) -> SimWorker:
+        workers = [worker for engine in self._sim.engines for worker in engine.workers]
+        return workers[number % len(workers)]
+
     def _copies(self, worker: int) -> ScriptedCopies:
-        copies = [worker.copies for engine in self._sim.engines for worker in engine.workers]
-        return copies[worker % len(copies)]
+        return self._worker(worker).copies
 
     def end(self) -> None:
         """Whatever the script did to the world is over; then all must come to an end."""
@@ -306,17 +334,24 @@ def _reached(sim: Simulation) -> set[Reached]:
     return reached
 
 
-def test_random_scripts_end_with_nothing_left_and_no_wrong_byte() -> None:
+@pytest.mark.parametrize(
+    ("engines", "examples"),
+    [(options, 150), (within_step, 100)],
+    ids=["loads between steps", "loads within their step"],
+)
+def test_random_scripts_end_with_nothing_left_and_no_wrong_byte(
+    engines: st.SearchStrategy[EngineOptions], examples: int
+) -> None:
     reached: set[Reached] = set()
 
     @settings(
-        max_examples=150,
+        max_examples=examples,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         derandomize=True,
         phases=[Phase.explicit, Phase.generate, Phase.shrink],
     )
-    @given(options, st.booleans(), st.lists(actions, min_size=12, max_size=32))
+    @given(engines, st.booleans(), st.lists(actions, min_size=12, max_size=32))
     def every_script_ends_well(
         chosen: EngineOptions, late_forward: bool, script: list[Action]
     ) -> None:
@@ -330,7 +365,7 @@ def test_random_scripts_end_with_nothing_left_and_no_wrong_byte() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(options, st.booleans(), st.lists(actions, min_size=8, max_size=60))
+@given(options | within_step, st.booleans(), st.lists(actions, min_size=8, max_size=60))
 def test_many_long_random_scripts_end_the_same_way(
     chosen: EngineOptions, late_forward: bool, script: list[Action]
 ) -> None:
