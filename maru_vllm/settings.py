@@ -215,11 +215,21 @@ class Settings:
         ),
     )
     async_load: bool = field(
-        default=True, metadata=_row(_flag, "true, false", "load between steps")
+        default=True,
+        metadata=_row(
+            _flag,
+            "true, false",
+            "load between steps; if false, ahead of the step that uses it, which needs "
+            "`--no-async-scheduling`",
+        ),
     )
     overlap_load_with_compute: bool = field(
         default=False,
-        metadata=_row(_flag, "true, false", "load layer by layer ahead of the forward"),
+        metadata=_row(
+            _flag,
+            "true, false",
+            "load layer by layer ahead of the forward; needs `--no-async-scheduling`",
+        ),
     )
     overlap_release_after_layers: int = field(
         default=1,

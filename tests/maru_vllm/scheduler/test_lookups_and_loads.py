@@ -330,3 +330,40 @@ def test_blocks_that_do_not_reach_are_refused():
         chunk_copies(SHAPE, extents, [1], 0, 8)
     with pytest.raises(BlocksMismatch, match="do not lie on blocks"):
         chunk_copies(SHAPE, extents, [1, 2], 0, 7)
+
+
+def test_a_load_into_its_own_step_that_cannot_be_built_names_the_blocks_that_it_owes():
+    """vLLM counts them as computed: the worker has to report them as invalid."""
+    engine = Engine(settings=Settings(load_mode=LoadMode.LAYER_BY_LAYER))
+    request = engine.request("a", 20)
+    engine.allocate(request, 16, num_blocks=5)  # without a lease
+    (job,) = engine.step({request: 4}).loads
+    (chunk,) = job.chunks
+    assert chunk.block_ids == (100, 101, 102, 103, 104)
+    assert chunk.extent.generation == 0
+
+
+def test_blocks_that_were_not_loaded_and_all_behind_them_leave_vllms_prefix_cache():
+    engine = Engine(settings=Settings(load_mode=LoadMode.LAYER_BY_LAYER))
+    engine.plane.found = 2
+    request = engine.request("a", 20)
+    assert engine.half.matched_tokens(request, 0) == (16, False)
+    engine.allocate(request, 16, num_blocks=5)
+    (job,) = engine.step({request: 4}).loads
+    report = LoadReport(job.job_id, JobOutcome.FAILED)
+    engine.output(loads=[report], invalid_block_ids={102, 103})
+    assert engine.evicted == {102, 103, 104}
+    assert engine.half.matched_tokens(request, 0) == (0, False), "it is tried once"
+
+
+def test_the_lease_of_a_load_into_its_own_step_goes_back_with_that_step():
+    engine = Engine(settings=Settings(load_mode=LoadMode.LAYER_BY_LAYER))
+    engine.plane.found = 2
+    request = engine.request("a", 20)
+    engine.half.matched_tokens(request, 0)
+    engine.allocate(request, 16)
+    (job,) = engine.step({request: 4}).loads
+    assert not engine.plane.requests("release")
+    engine.output(loads=[LoadReport(job.job_id, JobOutcome.DONE)])
+    assert len(engine.plane.requests("release")) == 1
+    assert engine.evicted == set()
