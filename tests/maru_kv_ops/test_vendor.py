@@ -82,10 +82,12 @@ class Unit:
         return {path.relative_to(self.csrc).as_posix(): path.read_bytes() for path in paths}
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        # This unit's package, not the one that the tests run with, which refresh would change.
+        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
         return subprocess.run(
             [sys.executable, "-m", "maru_kv_ops.vendor", *arguments],
             cwd=self.root,
-            env={**os.environ, **environment},
+            env={**inherited, "PYTHONPATH": str(self.root), **environment},
             capture_output=True,
             text=True,
             check=False,
