@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -134,11 +135,14 @@ class _Step:
     deadline: float
     room: threading.Semaphore
     cancelled: threading.Event
-    staged: list[Future[torch.Tensor]]
+    staged: deque[Future[torch.Tensor]]
+    """Of the layers that are not placed, in order; a result holds its staging tensor."""
     checked: Future[list[list[JobOutcome]]] | None = None
     placed: int = 0
     failed: bool = False
     path: CopyPath | None = None
+    spare: deque[torch.Tensor] = field(default_factory=deque)
+    """Staging tensors in host memory that have been placed."""
     slots: dict[int, torch.Tensor] = field(default_factory=dict)
     """By rows per block; the same for all layers that are alike."""
 
@@ -188,9 +192,9 @@ class LayerLoads:
         self._give_up_unfinished("its step never ended")
         step = self._step = self._new_step(good, mapped)
         mapped.begin_job()
-        step.staged = [
+        step.staged.extend(
             self._thread.submit(self._stage, step, number) for number in range(len(self._places))
-        ]
+        )
         step.checked = self._thread.submit(self._check, step)
         self._place_up_to(step, self._release_after)
 
@@ -244,7 +248,7 @@ class LayerLoads:
             deadline=time.monotonic() + DEADLINE_S,
             room=threading.Semaphore(STAGED_AHEAD),
             cancelled=threading.Event(),
-            staged=[],
+            staged=deque(),
         )
 
     def _stage(self, step: _Step, number: int) -> torch.Tensor:
@@ -258,11 +262,20 @@ class LayerLoads:
             place.view, caches.part_layout, number, place.rows, len(step.block_ids)
         )
         with step.mark.behind():
-            staging = torch.empty(stager.num_bytes, dtype=torch.uint8, device=caches.device)
+            staging = self._staging_tensor(step, stager.num_bytes)
             step.path = self._context.executor.run(
                 stager.plan(step.blocks), CopyMemory((staging,), step.mapped.objects)
             )
         return staging
+
+    def _staging_tensor(self, step: _Step, num_bytes: int) -> torch.Tensor:
+        """Flat uint8. Host memory that was placed is used again: new pages cost more than a copy
+        into them. A device's allocator keeps its memory, and knows when it has been read."""
+        while step.spare:
+            spare = step.spare.popleft()
+            if spare.numel() >= num_bytes:
+                return spare[:num_bytes]
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._context.caches.device)
 
     def _check(self, step: _Step) -> list[list[JobOutcome]]:
         """After the last copy: were the objects what they were before the first?"""
@@ -279,11 +292,15 @@ class LayerLoads:
         while step.placed < layers and not step.failed:
             try:
                 left = max(0.0, step.deadline - time.monotonic())
-                self._place(step, self._places[step.placed], step.staged[step.placed].result(left))
+                staging = step.staged[0].result(left)
+                self._place(step, self._places[step.placed], staging)
+                step.staged.popleft()
             except Exception as error:  # whatever a copy, a device or a deadline raises: a miss
                 self._fail(step, f"{type(error).__name__}: {error}")
                 return
             step.placed += 1
+            if staging.device.type == "cpu":
+                step.spare.append(staging)
             step.room.release()
 
     def _place(self, step: _Step, place: LayerPlace, staging: torch.Tensor) -> None:

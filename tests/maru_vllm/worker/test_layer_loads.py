@@ -379,3 +379,17 @@ def test_a_shutdown_in_the_middle_of_a_step_ends(store: Store, gated: Gated) -> 
     executor.allowed.release(LAYERS)
     half.shutdown()
     assert store.mapped[-1]._jobs == 0
+
+
+def test_a_layer_that_is_placed_keeps_no_staging_memory(store: Store, gated: Gated) -> None:
+    """Otherwise a step would hold all that it loads twice."""
+    half, executor = gated(ALL)
+    executor.allowed.release(LAYERS)
+    extent = stored_chunk(store, cache_tensors(seed=1), chunk_layout())
+    begin(half, store, load_job(1, extent, (8, 2, 11, 4)))
+    assert half._layer_loads is not None
+    assert half._layer_loads._step is not None
+    assert not half._layer_loads._step.staged
+    assert len(half._layer_loads._step.spare) <= layer_loads.STAGED_AHEAD + 1
+    forward(half)
+    assert end(half, store) == (set(), {1: JobOutcome.DONE})
