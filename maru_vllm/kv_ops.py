@@ -17,30 +17,12 @@ import torch
 
 import maru_kv_ops
 from maru_kv_ops import extension, host_executor, torch_ops
-from maru_kv_ops.formats import PageBufferShapeDesc
 
 logger = logging.getLogger(__name__)
 
 
 class CopyOperations(Protocol):
-    """The three operations; see ``maru_kv_ops.torch_ops`` for what they take."""
-
-    def multi_layer_kv_transfer(
-        self,
-        key_value: torch.Tensor,
-        key_value_ptrs: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        paged_memory_device: torch.device | str,
-        page_buffer_size: int,
-        direction: int,
-        engine_kv_format: int,
-        block_size: int = 0,
-        head_size: int = 0,
-        skip_prefix_n_tokens: int = 0,
-        block_stride_elems: int = 0,
-    ) -> None:
-        """All layers of a token range."""
-        ...
+    """What the connector calls by name; whole chunks go as plans through an executor."""
 
     def single_layer_kv_transfer(
         self,
@@ -51,22 +33,7 @@ class CopyOperations(Protocol):
         engine_kv_format: int,
         token_major: bool = False,
     ) -> None:
-        """One layer."""
-        ...
-
-    def multi_layer_block_kv_transfer(
-        self,
-        paged_buffer_ptrs_tensor: torch.Tensor,
-        object_ptrs: Sequence[int],
-        block_ids: torch.Tensor,
-        device: torch.device | str,
-        direction: int,
-        shape_desc: PageBufferShapeDesc,
-        chunk_tokens: int,
-        engine_kv_format: int,
-        skip_prefix_n_blocks: int,
-    ) -> None:
-        """Whole blocks of all layers."""
+        """Place one layer; see ``maru_kv_ops.torch_ops``."""
         ...
 
 

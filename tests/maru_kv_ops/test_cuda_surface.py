@@ -75,7 +75,7 @@ def asks_for_a_device() -> AbstractContextManager[object]:
 
 
 def cuda_was_asked() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call] # theirs
 
 
 # ---------------------------------------------------------------------------- importing

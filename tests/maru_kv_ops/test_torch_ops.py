@@ -34,7 +34,7 @@ def test_an_unknown_device_is_refused_before_anything_moves() -> None:
 
     with pytest.raises(RuntimeError, match="device"):
         torch_ops.multi_layer_kv_transfer(
-            **arguments_of(memory) | {"paged_memory_device": "nowhere"}  # type: ignore[arg-type]
+            **arguments_of(memory) | {"paged_memory_device": "nowhere"}  # type: ignore[arg-type] # any
         )
 
     assert all(torch.equal(old, new) for old, new in zip(before, memory.objects, strict=True))

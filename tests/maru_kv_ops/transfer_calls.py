@@ -166,7 +166,7 @@ class Memory:
             self.start // case.element,
         )
         if case.format in FUSED and case.split:
-            tensor = tensor.unflatten(3, (2, case.head_size))  # type: ignore[no-untyped-call]
+            tensor = tensor.unflatten(3, (2, case.head_size))  # type: ignore[no-untyped-call] # theirs
         return tensor.unsqueeze(1) if case.format == 5 else tensor
 
 
