@@ -93,7 +93,7 @@ def measure(
 ) -> list[Point]:
     """The whole grid, or as much of it as ``budget_s`` allows: rows by rising size."""
     end = time.monotonic() + budget_s
-    points = []
+    points: list[Point] = []
     for run_bytes, runs in grid():
         for traffic in Traffic:
             for path in PATHS:
@@ -113,7 +113,7 @@ class CudaDevice:
         self._device = device
         self._cache = torch.empty(4 * MAX_BYTES, dtype=torch.uint8, device=device)
         self._pinned = torch.empty(2 * MAX_BYTES, dtype=torch.uint8, pin_memory=True)
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call] # torch has no types for it
         self._executors: dict[CopyPath, Executor] = {
             CopyPath.COPY_ENGINE: CopyEngineExecutor(),
             CopyPath.KERNEL: KernelExecutor(),
