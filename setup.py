@@ -69,17 +69,25 @@ def plan() -> Planned:
         assert isinstance(decision, preflight.Refusal)
         record = ExtensionRecord(BuildState.SKIPPED, decision.reason)
         return Planned((), {"_C": record, "_host": record}, None)
-    if isinstance(decision, preflight.Build):
-        return Planned((host_extension(), kernel_extension(decision)), {}, decision)
-    if found.wish is preflight.Wish.REQUIRE:
-        raise BuildRefused(
-            f"MARU_REQUIRE_KV_OPS=1, but {KERNELS} cannot be built: {decision.reason}"
-        )
+    extensions: list[Extension] = []
+    skipped: dict[str, ExtensionRecord] = {}
     torch = found.torch if isinstance(found.torch, preflight.TorchFacts) else None
-    record = ExtensionRecord(
-        BuildState.SKIPPED, decision.reason, None if torch is None else torch.version
-    )
-    return Planned((host_extension(),), {"_C": record}, None)
+    host = host_extension()
+    kernels = kernel_extension(decision) if isinstance(decision, preflight.Build) else decision
+    for name, extension in ((HOST, host), (KERNELS, kernels)):
+        if isinstance(extension, Extension):
+            extensions.append(extension)
+            continue
+        if found.wish is preflight.Wish.REQUIRE:
+            raise BuildRefused(
+                f"MARU_REQUIRE_KV_OPS=1, but {name} cannot be built: {extension.reason}"
+            )
+        version = torch.version if torch is not None and name == KERNELS else None
+        skipped[name.rpartition(".")[2]] = ExtensionRecord(
+            BuildState.SKIPPED, extension.reason, version
+        )
+    build = decision if isinstance(decision, preflight.Build) else None
+    return Planned(tuple(extensions), skipped, build)
 
 
 def flush_extension() -> Extension:
@@ -92,9 +100,15 @@ def flush_extension() -> Extension:
     )
 
 
-def host_extension() -> Extension:
+def host_extension() -> Extension | preflight.Refusal:
     """The kernels' copies, compiled for the host."""
-    import pybind11
+    try:
+        import pybind11
+    except ImportError as error:  # a build without isolation has what its environment has
+        return preflight.Refusal(
+            f"pybind11 cannot be imported ({error}). Install it (pip install 'pybind11>=3.0'), "
+            f"then run: {build_record.BUILD_STEP}"
+        )
 
     return Extension(
         HOST,
@@ -113,12 +127,18 @@ def host_extension() -> Extension:
     )
 
 
-def kernel_extension(build: preflight.Build) -> Extension:
+def kernel_extension(build: preflight.Build) -> Extension | preflight.Refusal:
     """The CUDA extension, as torch builds such extensions."""
     # Read by torch when it is imported next, and when it compiles.
     os.environ["CUDA_HOME"] = str(build.toolkit.root)
     os.environ["TORCH_CUDA_ARCH_LIST"] = build.arch_list
-    from torch.utils.cpp_extension import CUDAExtension
+    try:
+        from torch.utils.cpp_extension import CUDAExtension
+    except Exception as error:  # as with torch itself: its insides raise anything
+        return preflight.Refusal(
+            f"torch.utils.cpp_extension of torch {build.torch.version} cannot be imported "
+            f"({type(error).__name__}: {error}). {RETRY}"
+        )
 
     csrc = HERE / "maru_kv_ops" / "csrc"
     device_sources = sorted(

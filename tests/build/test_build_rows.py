@@ -121,17 +121,39 @@ def test_the_host_compiler_is_not_accepted(
     dropped(tree.build(environ), complaint)
 
 
-def test_an_isolated_build_does_not_see_torch(tree: BuildTree, tmp_path: Path) -> None:
-    """As pip isolates: the interpreter's own packages are hidden, the requirements laid over."""
-    overlay = tmp_path / "pip-build-env-test" / "overlay"
+def overlay_of(folder: Path, *names: str) -> Path:
+    """As pip isolates: a folder with some of the interpreter's packages, to go with python -S."""
+    overlay = folder / "pip-build-env-test" / "overlay"
     overlay.mkdir(parents=True)
     packages = Path(sysconfig.get_path("purelib"))
-    for name in ("setuptools", "_distutils_hack", "pkg_resources", "pybind11", "wheel"):
+    for name in ("setuptools", "_distutils_hack", "pkg_resources", "wheel", *names):
         for found in packages.glob(f"{name}*"):
             (overlay / found.name).symlink_to(found)
+    return overlay
+
+
+def test_an_isolated_build_does_not_see_torch(tree: BuildTree, tmp_path: Path) -> None:
+    overlay = overlay_of(tmp_path, "pybind11")
     built = tree.build({"PYTHONPATH": overlay}, python=(sys.executable, "-S"))
     reason = dropped(built, "isolated")
     assert "torch" in reason
+
+
+def test_pybind11_is_missing_in_a_build_without_isolation(tree: BuildTree, tmp_path: Path) -> None:
+    environ = {"PYTHONPATH": overlay_of(tmp_path)}
+    built = tree.build(environ, python=(sys.executable, "-S"))
+    assert built.status == 0, built.output
+    record = built.records["_host"]
+    assert record.state is BuildState.SKIPPED
+    assert "pip install 'pybind11" in record.reason
+    assert BUILD_STEP in record.reason
+    assert built.modules() == []
+
+
+def test_torch_cannot_build_extensions(tree: BuildTree, cuda_torch: Path, toolkit: Path) -> None:
+    """Everything is there that the gate asks for, and torch's own part of it does not import."""
+    environ = {"PYTHONPATH": cuda_torch, "CUDA_HOME": toolkit, "TORCH_CUDA_ARCH_LIST": "9.0"}
+    dropped(tree.build(environ), "torch.utils.cpp_extension", "ModuleNotFoundError")
 
 
 def test_skip(tree: BuildTree) -> None:
