@@ -7,7 +7,9 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "row_walk.h"
@@ -168,8 +170,13 @@ void copy_rows(const StridedCopy& copy, int64_t first, int64_t last, StoreKind k
 
 struct CopyThreads::Team {
     explicit Team(int num_helpers) : owner(getpid()) {
-        for (int i = 0; i < num_helpers; ++i)
-            threads.emplace_back([this] { serve(); });
+        threads.reserve(static_cast<size_t>(num_helpers));
+        try {
+            for (int i = 0; i < num_helpers; ++i)
+                threads.emplace_back([this] { serve(); });
+        } catch (const std::system_error&) {
+            // No more threads to be had here: callers do the work of those that are missing.
+        }
     }
 
     ~Team() {
@@ -227,17 +234,23 @@ struct CopyThreads::Team {
 CopyThreads::CopyThreads(int num_threads) : num_threads_(std::max(1, num_threads)) {}
 
 CopyThreads::~CopyThreads() {
-    if (team_ != nullptr && team_->owner != getpid())
-        static_cast<void>(team_.release()); // a parent's threads: not here, so not to be joined
+    Team* const found = team_.load(std::memory_order_acquire);
+    if (found != nullptr && found->owner == getpid())
+        delete found;
 }
 
+// A forked child finds its parent's team, whose threads are not here and whose mutex may be held:
+// it is left as it is.
 CopyThreads::Team& CopyThreads::team() {
-    const std::lock_guard<std::mutex> hold(mutex_);
-    if (team_ != nullptr && team_->owner != getpid())
-        static_cast<void>(team_.release());
-    if (team_ == nullptr)
-        team_ = std::make_unique<Team>(num_threads_ - 1);
-    return *team_;
+    Team* found = team_.load(std::memory_order_acquire);
+    if (found != nullptr && found->owner == getpid())
+        return *found;
+    auto made = std::make_unique<Team>(num_threads_ - 1);
+    while (!team_.compare_exchange_strong(found, made.get(), std::memory_order_acq_rel)) {
+        if (found != nullptr && found->owner == getpid())
+            return *found; // another caller was faster
+    }
+    return *made.release();
 }
 
 void CopyThreads::run(const std::vector<StridedCopy>& copies) {

@@ -6,9 +6,8 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
-#include <memory>
-#include <mutex>
 #include <vector>
 
 #include "strided_copy.h"
@@ -32,7 +31,8 @@ void copy_rows(const StridedCopy& copy, int64_t first, int64_t last, StoreKind k
 // `run` may be called from any thread and from several at once; it returns when all rows have been
 // moved. The caller works as well, so a call never waits for a thread that does not come. Threads
 // start with the first call that is worth it, inherit that caller's processor affinity, and start
-// anew in a forked child. Small calls stay on the calling thread.
+// anew in a forked child. Threads that the system refuses are done without. Small calls stay on the
+// calling thread.
 class CopyThreads {
   public:
     explicit CopyThreads(int num_threads); // the caller included; at least 1
@@ -47,8 +47,7 @@ class CopyThreads {
     struct Team;
     Team& team();
     const int num_threads_;
-    std::unique_ptr<Team> team_;
-    std::mutex mutex_; // of team_
+    std::atomic<Team*> team_{nullptr}; // no mutex: a fork could find it locked forever
 };
 
 } // namespace maru
