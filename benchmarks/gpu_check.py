@@ -15,6 +15,7 @@ Needs torch for CUDA, nvcc, and for the plot matplotlib (``pip install .[bench]`
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -24,13 +25,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from gpu_bandwidth import PATHS, CudaDevice, Plain, Point, Traffic, grid, measure
-from gpu_correctness import Verdict, num_checks, run_checks
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":  # what is built and checked is this checkout, whatever is installed
+    sys.path.insert(0, str(ROOT))
+try:
+    import torch
+except ImportError as error:
+    print(f"gpu_check: no torch here ({error}); nothing was built or checked", file=sys.stderr)
+    raise SystemExit(2) from None
+
+from gpu_bandwidth import PATHS, CudaDevice, Plain, Point, Traffic, grid, measure  # noqa: E402
+from gpu_correctness import Verdict, num_checks, run_checks  # noqa: E402
+
 MEASURE_BUDGET_S = 150.0
 """Together with a build (under 2 minutes) and the checks (seconds) this stays under 5 minutes."""
 
@@ -56,8 +66,6 @@ def main(
     json_out: Annotated[bool, typer.Option("--json", help="Print the JSON file too.")] = False,
 ) -> None:
     """Build, check and measure on one GPU."""
-    import torch
-
     if not torch.cuda.is_available():
         console.print(
             f"gpu_check: no GPU here that torch {torch.__version__} can use; nothing was built, "
@@ -109,13 +117,11 @@ def build(capability: tuple[int, int]) -> None:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         console.print("gpu_check: the build failed: " + (said[-1] if said else "no output"))
         raise typer.Exit(1)
-    sys.path.insert(0, str(ROOT))  # what was just built, wherever another copy is installed
+    importlib.invalidate_caches()  # the files are newer than this process
 
 
-def examine(device, check_only: bool) -> Report:  # type: ignore[no-untyped-def] # torch.device; torch is imported late
+def examine(device: torch.device, check_only: bool) -> Report:
     """Check, then measure."""
-    import torch
-
     import maru_kv_ops
     from maru_kv_ops import extension, torch_ops
     from maru_kv_ops.device_executors import CopyEngineExecutor, KernelExecutor

@@ -72,7 +72,11 @@ def all_cases() -> Iterator[Case]:
 
 @dataclass
 class Memory:
-    """Buffers of one case; ``caches`` on the device, ``objects`` in host memory."""
+    """Buffers of one case; ``caches`` on the device, ``objects`` in pinned host memory.
+
+    The staging of one layer lies on the device: that is how the connector loads layer by layer, and
+    a kernel is launched otherwise for it.
+    """
 
     caches: list[torch.Tensor]
     objects: list[torch.Tensor]
@@ -177,7 +181,9 @@ def _memory(case: Case, device: torch.device) -> Memory:
     if case.operation is Operation.BLOCKS:
         count, rows = 2, planes * LAYERS * tokens
     objects = [buffer(rows * sizes.width) for _ in range(count)]
-    if device.type == "cuda":
+    if case.operation is Operation.SINGLE_LAYER:
+        objects = [stored.to(device) for stored in objects]
+    elif device.type == "cuda":
         objects = [stored.pin_memory() for stored in objects]
     tensors = sizes.facts.num_pointers(LAYERS)
     return Memory([buffer(sizes.tensor_bytes).to(device) for _ in range(tensors)], objects, start)

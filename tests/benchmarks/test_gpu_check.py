@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -169,3 +170,30 @@ def test_without_a_gpu_it_says_so_and_exits_2(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "no GPU here" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would build where there is a GPU")
+def test_it_checks_its_own_checkout_and_not_what_is_installed(tmp_path: Path) -> None:
+    for package in ("maru_kv_ops", "maru_vllm"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise RuntimeError('the installed one')")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "the installed one" not in done.stderr
+
+
+def test_without_torch_it_says_so_in_one_line_and_exits_2() -> None:
+    without = f"import sys, runpy; sys.modules['torch'] = None; runpy.run_path({str(SCRIPT)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", without], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("gpu_check: no torch here")
+    assert done.stderr.count("\n") == 1
