@@ -69,7 +69,8 @@ def main(
     if not torch.cuda.is_available():
         console.print(
             f"gpu_check: no GPU here that torch {torch.__version__} can use; nothing was built, "
-            "checked or measured"
+            "checked or measured",
+            soft_wrap=True,
         )
         raise typer.Exit(2)
     if not check_only and not can_plot():
@@ -82,7 +83,7 @@ def main(
     if json_out:
         print(json.dumps(asdict(report)))
     for failure in report.checks.failures:
-        console.print(f"FAILED: {failure}", highlight=False)
+        console.print(f"FAILED: {failure}", markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"{report.checks.checked - len(report.checks.failures)} of {report.checks.checked} checks "
         f"passed; written to {output.resolve()}/gpu_check.json"
@@ -106,7 +107,8 @@ def build(capability: tuple[int, int]) -> None:
     console.print(f"building maru_kv_ops._C for {arch} …")
     environment = {**os.environ, "TORCH_CUDA_ARCH_LIST": arch, "MARU_REQUIRE_KV_OPS": "1"}
     done = subprocess.run(
-        [sys.executable, "setup.py", "build_py", "build_ext", "--inplace"],
+        # --force: what an earlier build left for another architecture would pass for this one.
+        [sys.executable, "setup.py", "build_py", "build_ext", "--inplace", "--force"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -115,7 +117,8 @@ def build(capability: tuple[int, int]) -> None:
     )
     if done.returncode != 0:
         said = [line for line in done.stderr.splitlines() if line.strip()]
-        console.print("gpu_check: the build failed: " + (said[-1] if said else "no output"))
+        reason = said[-1] if said else "no output"
+        console.print(f"gpu_check: the build failed: {reason}", markup=False, soft_wrap=True)
         raise typer.Exit(1)
     importlib.invalidate_caches()  # the files are newer than this process
 

@@ -169,6 +169,7 @@ def test_without_a_gpu_it_says_so_and_exits_2(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "no GPU here" in done.stderr
+    assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
