@@ -28,16 +28,24 @@ constexpr int64_t kMinSharedBytes = int64_t{4} << 20;
 constexpr int64_t kPieceBytes = int64_t{512} << 10;
 // Rows of fewer bytes have too few whole lines for non-temporal stores to pay.
 constexpr int64_t kMinStreamedRow = 1024;
+// The processor's own prefetching stops at the border of a page of memory, which rows this short
+// end at: while one is copied, the next one's source is fetched. Measured with rows of 4 and 8 KiB
+// in any order on a busy machine: stores 1.2 to 1.3 times as fast (32 of 40 rounds), loads as
+// before; from 16 KiB on nothing is won.
+constexpr int64_t kMaxFetchedRow = 8192;
 
-void copy_cached(uint8_t* to, const uint8_t* from, int64_t bytes) {
+void copy_cached(uint8_t* to, const uint8_t* from, int64_t bytes, const uint8_t* /*ahead*/) {
     std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
 #if defined(__x86_64__)
 
-// Whole lines of 64 bytes to an aligned destination, four in flight.
-__attribute__((target("avx2"))) void stream_lines(uint8_t* to, const uint8_t* from, int64_t lines) {
+// Whole lines of 64 bytes to an aligned destination.
+__attribute__((target("avx2"))) void stream_lines(uint8_t* to, const uint8_t* from, int64_t lines,
+                                                  const uint8_t* ahead) {
     for (int64_t i = 0; i < lines; ++i) {
+        if (ahead != nullptr)
+            _mm_prefetch(reinterpret_cast<const char*>(ahead + 64 * i), _MM_HINT_NTA);
         const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
         const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32));
         _mm256_stream_si256(reinterpret_cast<__m256i*>(to), low);
@@ -47,14 +55,14 @@ __attribute__((target("avx2"))) void stream_lines(uint8_t* to, const uint8_t* fr
     }
 }
 
-void copy_streamed(uint8_t* to, const uint8_t* from, int64_t bytes) {
+void copy_streamed(uint8_t* to, const uint8_t* from, int64_t bytes, const uint8_t* ahead) {
     const int64_t head =
         std::min<int64_t>(bytes, static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) & 63U));
-    copy_cached(to, from, head);
+    std::memcpy(to, from, static_cast<size_t>(head));
     const int64_t lines = (bytes - head) / 64;
-    stream_lines(to + head, from + head, lines);
+    stream_lines(to + head, from + head, lines, ahead);
     const int64_t done = head + 64 * lines;
-    copy_cached(to + done, from + done, bytes - done);
+    std::memcpy(to + done, from + done, static_cast<size_t>(bytes - done));
 }
 
 bool can_stream() {
@@ -68,8 +76,8 @@ void finish_streams() {
 
 #else
 
-void copy_streamed(uint8_t* to, const uint8_t* from, int64_t bytes) {
-    copy_cached(to, from, bytes);
+void copy_streamed(uint8_t* to, const uint8_t* from, int64_t bytes, const uint8_t* ahead) {
+    copy_cached(to, from, bytes, ahead);
 }
 
 bool can_stream() {
@@ -80,20 +88,28 @@ void finish_streams() {}
 
 #endif
 
-template <void (*kCopyRow)(uint8_t*, const uint8_t*, int64_t)>
+// `kCopyRow` gets the source of the row that comes next, or null.
+template <void (*kCopyRow)(uint8_t*, const uint8_t*, int64_t, const uint8_t*)>
 void copy_rows_by(const StridedCopy& copy, int64_t first, int64_t last) {
     const bool load = copy.direction == TransferDirection::H2D;
+    const bool ahead = copy.row_bytes <= kMaxFetchedRow;
     RowWalk walk(copy, first);
+    RowPlace place = walk.place();
     for (int64_t row = first; row < last; ++row) {
-        const RowPlace place = walk.place();
+        RowPlace following{nullptr, nullptr};
+        if (row + 1 < last) {
+            walk.next();
+            following = walk.place();
+        }
         if (place.cache != nullptr) {
             if (load)
-                kCopyRow(place.cache, place.object, copy.row_bytes);
+                kCopyRow(place.cache, place.object, copy.row_bytes,
+                         ahead ? following.object : nullptr);
             else
-                kCopyRow(place.object, place.cache, copy.row_bytes);
+                kCopyRow(place.object, place.cache, copy.row_bytes,
+                         ahead ? following.cache : nullptr);
         }
-        if (row + 1 < last)
-            walk.next();
+        place = following;
     }
 }
 
