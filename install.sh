@@ -146,14 +146,12 @@ print("ninja")') || return
 report_native_code() {
   "$python" - <<'PY'
 import maru_kv_ops
-from maru_kv_ops import build_record
+from maru_kv_ops.host_executor import host_import_error
 
 error = maru_kv_ops.import_error()
 print("Copy kernels (maru_kv_ops._C):", "callable" if error is None else f"not callable: {error}")
-host = build_record.read().get("_host")
-built = host is not None and host.state is build_record.BuildState.BUILT
-why = "" if host is None else f": {host.reason}"
-print("Host executor (maru_kv_ops._host):", "callable" if built else f"not built{why}")
+error = host_import_error()
+print("Host executor (maru_kv_ops._host):", "callable" if error is None else f"not callable: {error}")
 PY
 }
 

@@ -19,7 +19,9 @@ matters. One line for each extension says how it went (``pip install -v`` shows 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -277,14 +279,23 @@ PLANNED: Planned
 def built_record(ext: Extension) -> ExtensionRecord:
     """What a module was made with."""
     build = PLANNED.kernels if ext.name == KERNELS else None
+    compiler = host_compiler()
     if build is None:
-        return ExtensionRecord(BuildState.BUILT)
+        return ExtensionRecord(BuildState.BUILT, compiler=compiler)
     return ExtensionRecord(
         BuildState.BUILT,
+        compiler=compiler,
         torch=build.torch.version,
         cuda=build.toolkit.version,
         arch_list=build.arch_list,
     )
+
+
+def host_compiler() -> str | None:
+    """What the C++ compiler of this build says that it is."""
+    command = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
+    said = preflight.run_command([*shlex.split(command)[:1], "--version"]).stdout.splitlines()
+    return said[0].strip() if said else None
 
 
 def say(line: str) -> None:

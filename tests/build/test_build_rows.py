@@ -49,7 +49,9 @@ def dropped(built: Built, *says: str) -> str:
         assert part in record.reason
     assert f"maru build: maru_kv_ops._C OFF: {record.reason}" in built.output
     assert built.modules() == ["_host"]
-    assert built.records["_host"].state is BuildState.BUILT
+    host = built.records["_host"]
+    assert host.state is BuildState.BUILT
+    assert host.compiler
     return record.reason
 
 
