@@ -210,7 +210,7 @@ class BuildWhatWorks(build_ext):
                 with captured_output():
                     super().build_extension(ext)
         except Exception as error:
-            reason = preflight.first_error(output_of(error) or str(error))
+            reason = preflight.first_error(f"{output_of(error)}\n{error}")
             say(f"{ext.name} OFF: {reason}")
             if ext.name == FLUSH:
                 raise  # setuptools goes on without an extension that is optional.
