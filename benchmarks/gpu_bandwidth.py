@@ -163,7 +163,7 @@ class CudaDevice:
     def _seconds(self, actions: list[Callable[[], None]]) -> float:
         """From the first call to the last byte, calls included; the best of some."""
         best = float("inf")
-        for _ in range(1 + REPEATS):  # the first one warms up, and is never the best
+        for _ in range(1 + REPEATS):  # the first one warms up
             torch.cuda.synchronize(self._device)
             began = time.perf_counter()
             for action, stream in zip(actions, self._streams, strict=False):

@@ -117,14 +117,14 @@ def _try_to_load() -> _Loaded | _Missing:
         return _missing(_why_not_there(record))
     try:
         import torch
-    except Exception as error:
+    except Exception as error:  # a broken torch raises anything, from inside its libraries
         return _missing(f"needs torch, which cannot be imported here: {_said(error)}")
     here = f"torch {torch.__version__} is installed here"
     try:
         found = importlib.import_module(MODULE)
         facts = found.build_info()
         info = BuildInfo(**{field.name: str(facts[field.name]) for field in fields(BuildInfo)})
-    except Exception as error:
+    except Exception as error:  # as above; whatever it is, it is the answer that is kept
         if "undefined symbol" not in str(error):
             return _missing(f"cannot be loaded: {_said(error)}")
         built_for = "another torch" if record is None else f"torch {record.torch}"

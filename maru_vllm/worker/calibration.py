@@ -90,7 +90,7 @@ def device_measure(device: torch.device) -> Measure:
         stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # theirs
         best = float("inf")
         with torch.cuda.stream(stream):
-            for _ in range(1 + REPEATS):  # the first one warms up, and is never the best
+            for _ in range(1 + REPEATS):  # the first one warms up
                 stream.synchronize()
                 began = time.perf_counter()
                 executors[path].run(plan, memory)

@@ -14,12 +14,21 @@ from itertools import product
 import torch
 from hypothesis import strategies as st
 
-from maru_kv_ops.cache_tensors import CacheTensor
+from maru_kv_ops.cache_tensors import CacheTensor, paged_caches
+from maru_kv_ops.executors import CopyMemory
 from maru_kv_ops.layouts import KVLayout, ObjectOrder
-from maru_kv_ops.plan import TransferDirection
-from maru_kv_ops.views import ONE, Axis, PagedView
+from maru_kv_ops.plan import CopyPlan, PagePlanner, TransferDirection
+from maru_kv_ops.views import ONE, Axis, PagedView, object_view_for
 
 PAGE_LETTERS = "KPHN"  # kernel block, plane, head, token
+
+
+def small_copy(direction: TransferDirection) -> tuple[CopyPlan, CopyMemory]:
+    """Two blocks of 16 bytes, for what a test asks of any executor: caches 0, objects 7."""
+    caches = paged_caches([CacheTensor(torch.zeros(4, 2, 8, dtype=torch.uint8), "BNC")], 4)
+    chunk = object_view_for(caches.views, 2, ObjectOrder.LAYER_OUTERMOST)
+    plan = PagePlanner(caches.views, chunk).plan(chunk, 0, [3, 1], direction)
+    return plan, CopyMemory(caches.regions, torch.full((32,), 7, dtype=torch.uint8))
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import Case, cases
+from paged_cases import Case, cases, small_copy
 
 from maru_kv_ops.cache_tensors import CacheTensor, paged_caches
 from maru_kv_ops.errors import MemoryMismatch
 from maru_kv_ops.executors import CopyMemory, CopyPath, Executor
 from maru_kv_ops.host_executor import HostExecutor, host_import_error
 from maru_kv_ops.layouts import ObjectOrder
-from maru_kv_ops.plan import CopyPlan, PagePlanner, TransferDirection
+from maru_kv_ops.plan import PagePlanner, TransferDirection
 from maru_kv_ops.views import object_view_for
 
 pytestmark = pytest.mark.skipif(host_import_error() is not None, reason=str(host_import_error()))
@@ -246,13 +246,6 @@ def test_threads_end_with_their_executor() -> None:
 
 
 # ---------------------------------------------------------------------------- memories
-
-
-def small_copy(direction: TransferDirection) -> tuple[CopyPlan, CopyMemory]:
-    caches = paged_caches([CacheTensor(torch.zeros(4, 2, 8, dtype=torch.uint8), "BNC")], 4)
-    chunk = object_view_for(caches.views, 2, ObjectOrder.LAYER_OUTERMOST)
-    plan = PagePlanner(caches.views, chunk).plan(chunk, 0, [3, 1], direction)
-    return plan, CopyMemory(caches.regions, torch.full((32,), 7, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("direction", list(TransferDirection))

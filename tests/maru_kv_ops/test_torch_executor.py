@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import Case, cases
+from paged_cases import Case, cases, small_copy
 
 from maru_kv_ops import torch_executor
 from maru_kv_ops.cache_tensors import CacheTensor, paged_caches
@@ -217,13 +217,6 @@ def test_large_copies_are_shared_evenly() -> None:
 
 
 # ---------------------------------------------------------------------------- memories
-
-
-def small_copy(direction: TransferDirection) -> tuple[CopyPlan, CopyMemory]:
-    caches = paged_caches([CacheTensor(torch.zeros(4, 2, 8, dtype=torch.uint8), "BNC")], 4)
-    chunk = object_view_for(caches.views, 2, ObjectOrder.LAYER_OUTERMOST)
-    plan = PagePlanner(caches.views, chunk).plan(chunk, 0, [3, 1], direction)
-    return plan, CopyMemory(caches.regions, torch.full((32,), 7, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("direction", list(TransferDirection))
