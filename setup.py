@@ -52,6 +52,7 @@ class BuildRefused(Exception):
 class Planned:
     """The extensions of maru_kv_ops that this build tries, and why not the others."""
 
+    wish: preflight.Wish
     extensions: tuple[Extension, ...]
     skipped: dict[str, ExtensionRecord]
     kernels: preflight.Build | None
@@ -70,7 +71,7 @@ def plan() -> Planned:
     if found.wish is preflight.Wish.SKIP:
         assert isinstance(decision, preflight.Refusal)
         record = ExtensionRecord(BuildState.SKIPPED, decision.reason)
-        return Planned((), {"_C": record, "_host": record}, None)
+        return Planned(found.wish, (), {"_C": record, "_host": record}, None)
     extensions: list[Extension] = []
     skipped: dict[str, ExtensionRecord] = {}
     torch = found.torch if isinstance(found.torch, preflight.TorchFacts) else None
@@ -89,7 +90,7 @@ def plan() -> Planned:
             BuildState.SKIPPED, extension.reason, version
         )
     build = decision if isinstance(decision, preflight.Build) else None
-    return Planned(tuple(extensions), skipped, build)
+    return Planned(found.wish, tuple(extensions), skipped, build)
 
 
 def flush_extension() -> Extension:
@@ -221,7 +222,7 @@ class BuildWhatWorks(build_ext):
                 self.records[ext.name.rpartition(".")[2]] = built_record(ext)
 
     def _drop(self, ext: Extension, reason: str) -> None:
-        if os.environ.get("MARU_REQUIRE_KV_OPS") == "1":
+        if PLANNED.wish is preflight.Wish.REQUIRE:
             raise BuildRefused(f"MARU_REQUIRE_KV_OPS=1, but {ext.name} does not compile: {reason}")
         name = ext.name.rpartition(".")[2]
         self.records[name] = ExtensionRecord(

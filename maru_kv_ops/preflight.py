@@ -88,7 +88,6 @@ class Build:
     """The extension can be tried."""
 
     torch: TorchFacts
-    cuda: str
     toolkit: Toolkit
     arch_list: str
 
@@ -147,7 +146,7 @@ def decide(found: Environment) -> Build | Refusal:
             "architecture to compile for. Set it to that of your GPUs (9.0 for H100 and H200, 8.0 "
             f"for A100; several with ;), then run: {BUILD_STEP}"
         )
-    return Build(found.torch, found.torch.cuda, found.toolkit, arch_list)
+    return Build(found.torch, found.toolkit, arch_list)
 
 
 def refusal_of_trial(output: str, toolkit: Toolkit) -> Refusal:
